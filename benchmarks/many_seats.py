@@ -33,7 +33,7 @@ from decent_dp.topo import make_topology
 from decent_dp.transport import agreement as agreement_module
 from decent_dp.transport.agreement import Agreements, Decision, View
 from decent_dp.transport.agreement import _unpack as unpack
-from decent_dp.transport.tcp.neighbours import SILENT
+from decent_dp.transport.liveness import SILENT
 from decent_dp.transport.tcp.protocol import HEADER_SIZE, LARGEST_NOTE
 
 T = TypeVar("T")

@@ -13,9 +13,9 @@ import pytest
 from decent_dp.engine import Engine
 from decent_dp.errors import WireError
 from decent_dp.transport.base import Verdict
+from decent_dp.transport.liveness import WireNeighbours
 from decent_dp.transport.tcp import framing as framing_module
 from decent_dp.transport.tcp.connection import Connection, Pair, Receiving, Sending, SharedLink, configure
-from decent_dp.transport.tcp.neighbours import TcpNeighbours
 from decent_dp.transport.tcp.protocol import BEAT, DATA, HEADER_SIZE, LARGEST_DATA, NOTE, OFFER, pack, unpack
 from tests.test_liveness import connect_by_hand, refused, wait_for
 from tests.test_reactor import ByHand, _no_heartbeats, by_hand, receive_exactly  # noqa: F401
@@ -129,7 +129,7 @@ def test_a_peer_of_a_newer_epoch_is_not_waited_for():
     """It may make rounds without this worker, which would wait as long as for a late one, and learn of the epoch afterwards."""
     connection, now = make_connection(), time.monotonic()
     framing: Any = SimpleNamespace(connections={1: connection}, epoch=2)
-    neighbours = TcpNeighbours(SimpleNamespace(now=time.monotonic), framing, 0, 10.0)  # type: ignore[arg-type]
+    neighbours = WireNeighbours(SimpleNamespace(now=time.monotonic), framing, 0, 10.0)  # type: ignore[arg-type]
     pair = make_pair(5, opened=now - 1)
     assert neighbours.expected_end(pair, now) == pytest.approx(now + 4.0, abs=0.1)
     connection.epoch = 3

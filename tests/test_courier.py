@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from decent_dp.transport.tcp.courier import Courier
+from decent_dp.transport.courier import Courier
 from decent_dp.transport.tcp.protocol import ACK, BLOCK, Key
 
 

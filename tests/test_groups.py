@@ -19,9 +19,9 @@ from decent_dp.compression.blockwise import _BLOCK_ON_CPU
 from decent_dp.errors import PeerLostError
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, ProcessGroupTransport, communicators
+from decent_dp.transport.exchange import _POOL_BYTES, WireExchanges
+from decent_dp.transport.reduction_tree import Place, find_place, group_by_node
 from decent_dp.transport.tcp import addresses
-from decent_dp.transport.tcp.exchange import _POOL_BYTES, TcpExchanges
-from decent_dp.transport.tcp.reduction_tree import Place, find_place, group_by_node
 from tests.helpers import came, compression_of, request
 
 MIB = 2**20
@@ -135,7 +135,7 @@ def test_a_groups_chunks_have_the_same_numbers_whatever_else_its_members_do():
     """When a run is resumed with ``mix_every``, buckets of several rounds are exchanged again, in the order of the buckets."""
 
     def numbers(members: list[tuple[int, list[int]]]) -> list[tuple[int, list[int], int]]:
-        exchanges = TcpExchanges.__new__(TcpExchanges)
+        exchanges = WireExchanges.__new__(WireExchanges)
         exchanges._counted = {}
         compression = compression_of([torch.empty(3 * _BLOCK_ON_CPU)])
         own = request(torch.ones(3 * _BLOCK_ON_CPU), 0, ExchangeId(0, 0), compression=compression)

@@ -14,11 +14,11 @@ import pytest
 from decent_dp.errors import PeerLostError, WireError
 from decent_dp.faults import default_dead_after
 from decent_dp.topo import Edge
+from decent_dp.transport import mailbox as mailbox_module
 from decent_dp.transport.base import ExchangeId, Verdict
 from decent_dp.transport.communicators import SilentError, peer_error
-from decent_dp.transport.tcp import mailbox as mailbox_module
+from decent_dp.transport.mailbox import Mailbox
 from decent_dp.transport.tcp.connection import LinkState, Pair, Receiving, Sending
-from decent_dp.transport.tcp.mailbox import Mailbox
 from decent_dp.transport.tcp.protocol import BEAT, DATA, DROP, GRANT, NOTE, VERSION, pack, unpack
 from decent_dp.transport.tcp.reactor import Reactor
 from tests.test_reactor import (

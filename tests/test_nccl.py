@@ -139,5 +139,5 @@ def choosing(rank: int, n: int) -> list[str]:
 
 
 def test_exchanges_that_go_over_nccl(workers):
-    nccl = ["NcclPairs", "AllReduceGroups", "NcclPairs", "TcpExchanges", "TcpExchanges", "TcpExchanges"]
-    assert workers(2, choosing) == [nccl + ["TcpExchanges"] * 18] * 2
+    nccl = ["NcclPairs", "AllReduceGroups", "NcclPairs", "WireExchanges", "WireExchanges", "WireExchanges"]
+    assert workers(2, choosing) == [nccl + ["WireExchanges"] * 18] * 2

@@ -19,7 +19,7 @@ from decent_dp.planner.traffic import buckets_of, collective, make_rounds
 from decent_dp.topo import Edge, SwitchTopology, Topology, make_topology
 from decent_dp.topo.analysis import analyse
 from decent_dp.transport.process_group import ProcessGroupTransport
-from decent_dp.transport.tcp.reduction_tree import find_place
+from decent_dp.transport.reduction_tree import find_place
 from tests.test_planner import coding, merged
 
 MIB = 2**20

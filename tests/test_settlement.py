@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from decent_dp.errors import WireError
+from decent_dp.transport import settlement as settlement_module
 from decent_dp.transport.base import Verdict
 from decent_dp.transport.tcp import connection as connection_module
 from decent_dp.transport.tcp import framing as framing_module
-from decent_dp.transport.tcp import settlement as settlement_module
 from decent_dp.transport.tcp.connection import LinkState, Pair, Receiving, Sending
 from decent_dp.transport.tcp.framing import Framing
 from decent_dp.transport.tcp.protocol import ASK, BEAT, BYE, DROP, GOT, HEADER_SIZE, NOTE, SMALL, DamagedError, pack
-from decent_dp.transport.tcp.votes import Vote, Votes
+from decent_dp.transport.votes import Vote, Votes
 
 BUCKETS = 2
 

@@ -22,9 +22,9 @@ from decent_dp.errors import OutOfStepError, PeerLostError, PeerTimeoutError
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId
 from decent_dp.transport import survivors as survivors_module
+from decent_dp.transport.courier import Courier
 from decent_dp.transport.survivors import SurvivorControl, spanning_tree
 from decent_dp.transport.tcp.connection import LinkState
-from decent_dp.transport.tcp.courier import Courier
 from decent_dp.transport.tcp.protocol import AGREEMENT
 from decent_dp.transport.tcp.reactor import Reactor
 from tests.helpers import some_in_the_fast_tests

@@ -22,8 +22,7 @@ from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerTimeoutError
 from decent_dp.replica.shutdown import shut_down
 from decent_dp.topo import Edge
-from decent_dp.transport import ExchangeId, InProcessTransport, ProcessGroupTransport, process_group, run_replicas
-from decent_dp.transport.tcp import exchange
+from decent_dp.transport import ExchangeId, InProcessTransport, ProcessGroupTransport, exchange, process_group, run_replicas
 from tests.helpers import SGD, came, loss, net, request
 from tests.workers import shorten
 
@@ -310,7 +309,9 @@ def handle_that_lands(timeout: float) -> tuple[Any, list[str]]:
     mailbox = SimpleNamespace(waits_for=lambda *_: False)
     reactor: Any = SimpleNamespace(last_progress=lambda _: 0.0, open_slots=lambda *_: [], mailbox=mailbox)
     own = request(torch.ones(3), 0, ExchangeId(0, 0))
-    handle = exchange._TcpHandle(own, [1], exchange._Timeout(timeout), reactor, lambda error, *_: RuntimeError(f"is {error!r}"))
+    handle = exchange._WireHandle(
+        own, [1], exchange._Timeout(timeout), reactor, lambda error, *_: RuntimeError(f"is {error!r}")
+    )
     calls: list[str] = []
     handle.land, handle.finish = lambda: calls.append("lands"), lambda: calls.append("finishes")
     handle.expect(1)

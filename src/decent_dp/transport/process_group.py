@@ -22,13 +22,13 @@ from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, Exchan
 from decent_dp.transport.by_communicator import AllReduceGroups, BesideTraining, Exchanges, GlooPairs, NcclPairs
 from decent_dp.transport.closed_group import close_default_group
 from decent_dp.transport.communicators import Communicator, Notes, Rendezvous, peer_error, timeout_of
+from decent_dp.transport.exchange import WireExchanges
 from decent_dp.transport.faster import compare
 from decent_dp.transport.inprocess import InProcessTransport
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.peers import Peers
 from decent_dp.transport.survivors import SurvivorControl
 from decent_dp.transport.tcp.addresses import dial, listen
-from decent_dp.transport.tcp.exchange import TcpExchanges
 from decent_dp.transport.tcp.greeting import Identity
 from decent_dp.transport.tcp.reactor import Reactor
 from decent_dp.transport.waiter import Waiter
@@ -164,7 +164,7 @@ class ProcessGroupTransport(Transport):
             self.timeout,
             default_dead_after(),
         )
-        self._tcp = TcpExchanges(self._reactor, shared.rank, shared.node_of, self._waiter, self.timeout, self._explain)
+        self._tcp = WireExchanges(self._reactor, shared.rank, shared.node_of, self._waiter, self.timeout, self._explain)
 
     @property
     def control(self) -> Control:
@@ -246,7 +246,7 @@ class ProcessGroupTransport(Transport):
         self._connect_control(name, ranks)
         return Peers(self, ranks, lambda: self._control_of(name))
 
-    def choose(self, edge: Edge, request: ExchangeRequest) -> TcpExchanges | Exchanges:
+    def choose(self, edge: Edge, request: ExchangeRequest) -> WireExchanges | Exchanges:
         """The way of a request, by its device, its compression and the size of its edge."""
         ranks = _members(edge)
         group = len(ranks) > 2

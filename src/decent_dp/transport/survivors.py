@@ -23,7 +23,7 @@ from torch import Tensor
 from decent_dp.errors import OutOfStepError, PeerLostError, PeerTimeoutError
 from decent_dp.transport.agreement import Decision, View
 from decent_dp.transport.base import Control, DeferredHandle, Handle
-from decent_dp.transport.tcp.control_plane import CALL, ControlPlane
+from decent_dp.transport.control_plane import CALL, ControlPlane
 from decent_dp.transport.tcp.protocol import LARGEST_NOTE
 
 __all__ = ["SurvivorControl", "spanning_tree"]

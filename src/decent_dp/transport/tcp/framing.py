@@ -25,6 +25,7 @@ from torch.autograd import profiler
 
 from decent_dp.errors import WireError
 from decent_dp.transport.communicators import SilentError
+from decent_dp.transport.settlement import Settlement
 from decent_dp.transport.tcp.connection import Connection, LinkState, Message, Receiving, Sending, SharedLink
 from decent_dp.transport.tcp.protocol import (
     ACK,
@@ -48,8 +49,7 @@ from decent_dp.transport.tcp.protocol import (
     pack,
     unpack,
 )
-from decent_dp.transport.tcp.settlement import Settlement
-from decent_dp.transport.tcp.votes import Vote
+from decent_dp.transport.votes import Vote
 
 __all__ = ["Framing"]
 
@@ -271,6 +271,10 @@ class Framing:
             connection.keep_note(key[1], frame)
         if not self.tolerant or connection.state is LinkState.OPEN:  # else a new connection begins with it
             connection.control.append(frame)
+
+    def say(self, connection: Connection, kind: int, key: Key) -> None:
+        """Sends a vote, or asks for one."""
+        connection.control.append(pack(kind, key))
 
     def begin(self, bucket: int) -> None:
         """Rounds count from now on for buckets from this number on."""

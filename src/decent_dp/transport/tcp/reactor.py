@@ -18,16 +18,16 @@ from functools import partial
 
 from decent_dp.transport.agreement import View
 from decent_dp.transport.communicators import SilentError
+from decent_dp.transport.control_plane import ControlPlane
+from decent_dp.transport.liveness import SILENT, WireNeighbours
+from decent_dp.transport.mailbox import Mailbox
 from decent_dp.transport.repeats import Repeats
 from decent_dp.transport.tcp.acceptor import Acceptor
 from decent_dp.transport.tcp.connection import Connection, LinkState, Receiving, Sending, unacknowledged
-from decent_dp.transport.tcp.control_plane import ControlPlane
 from decent_dp.transport.tcp.descriptors import own
 from decent_dp.transport.tcp.dialler import Dialler
 from decent_dp.transport.tcp.framing import Framing
 from decent_dp.transport.tcp.greeting import GUEST, REPLACED, Identity, greet
-from decent_dp.transport.tcp.mailbox import Mailbox
-from decent_dp.transport.tcp.neighbours import SILENT, TcpNeighbours, silence
 from decent_dp.transport.tcp.protocol import ACK, BYE, Key, pack
 from decent_dp.transport.waiter import start_thread
 
@@ -80,7 +80,7 @@ class Reactor:
         self._dead_after = dead_after
         self._next_beat, self._woke = time.monotonic(), -math.inf
         self._dialler: Dialler | None = None
-        self._neighbours: TcpNeighbours | None = None
+        self._neighbours: WireNeighbours | None = None
         self._dial_at = math.inf
         self._commands: deque[Callable[[], None]] = deque()
         self._commands_lock = threading.Lock()
@@ -234,7 +234,7 @@ class Reactor:
             connection.peer for connection in list(self._framing.connections.values()) if connection.closed is not None
         )
 
-    def tolerate(self, dead_after: float, places: int = 0) -> TcpNeighbours:
+    def tolerate(self, dead_after: float, places: int = 0) -> WireNeighbours:
         """From now on lost connections are made again, and exchanges of pairs end with a verdict.
 
         Args:
@@ -256,7 +256,7 @@ class Reactor:
             self.fail,
         )
         self.call(self._beat)  # it is more often from now on
-        self._neighbours = TcpNeighbours(self, self._framing, self._identity.rank, dead_after)
+        self._neighbours = WireNeighbours(self, self._framing, self._identity.rank, dead_after)
         return self._neighbours
 
     def call(self, command: Callable[[], None]) -> None:
@@ -326,7 +326,7 @@ class Reactor:
         connection = self._framing.connections.get(peer)
         if connection is None or connection.state is LinkState.NEW:
             return View.UNKNOWN
-        if silence(connection, self.now()) >= self._dead_after:
+        if connection.silence(self.now()) >= self._dead_after:
             return View.LOST
         if connection.state is LinkState.OPEN and self._neighbours is not None and self._neighbours.patience(peer, 0.0) > 0:
             return View.LINKED
@@ -334,7 +334,7 @@ class Reactor:
 
     def _is_silent(self, peer: int) -> bool:
         connection = self._framing.connections.get(peer)
-        return connection is not None and silence(connection, self.now()) >= SILENT * self._dead_after
+        return connection is not None and connection.silence(self.now()) >= SILENT * self._dead_after
 
     def _run(self) -> None:
         try:
@@ -413,7 +413,7 @@ class Reactor:
             self._judge(connection, now)
 
     def _judge(self, connection: Connection, now: float) -> None:
-        state, silent = connection.state, silence(connection, now)
+        state, silent = connection.state, connection.silence(now)
         if state is LinkState.OPEN and silent > self._dead_after:
             reason = f"silent for {self._dead_after:g} s"
             if self._dialler is not None:
@@ -479,7 +479,7 @@ class Reactor:
         if time.monotonic() > self._closing:
             return True
         connected = [c for c in self._framing.connections.values() if c.socket is not None]
-        alive = [c for c in connected if self._dialler is None or silence(c, self.now()) < SILENT * self._dead_after]
+        alive = [c for c in connected if self._dialler is None or c.silence(self.now()) < SILENT * self._dead_after]
         return not self._commands and not any(c.out or c.control or unacknowledged(c.socket) for c in alive)
 
     def _shut_down(self) -> None:

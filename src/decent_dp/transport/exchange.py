@@ -16,17 +16,17 @@ from torch.profiler import record_function
 from decent_dp.errors import WireError
 from decent_dp.topo import Edge
 from decent_dp.transport.base import ExchangeId, ExchangeRequest, Explain, Handle, Verdict
+from decent_dp.transport.liveness import WireNeighbours
 from decent_dp.transport.neighbours import Neighbours
+from decent_dp.transport.reduction_tree import Branch, Place, find_place, group_by_node
+from decent_dp.transport.staging import Staging
 from decent_dp.transport.streams import on_stream
 from decent_dp.transport.tcp.connection import Pair, Receiving, Sending
-from decent_dp.transport.tcp.neighbours import TcpNeighbours
 from decent_dp.transport.tcp.protocol import Key
 from decent_dp.transport.tcp.reactor import Reactor
-from decent_dp.transport.tcp.reduction_tree import Branch, Place, find_place, group_by_node
-from decent_dp.transport.tcp.staging import Staging
 from decent_dp.transport.waiter import Waiter
 
-__all__ = ["TcpExchanges"]
+__all__ = ["WireExchanges"]
 
 # Slots of the messages of an exchange: the only one of a pair, the hint, and those of a group, for each chunk one up the tree
 # and one down. Messages with an even slot need these two workers only; a mean, which goes down, needs others, too.
@@ -56,7 +56,7 @@ class _Timeout:
     expired_at: float = 0.0
 
 
-class _TcpHandle(Handle):
+class _WireHandle(Handle):
     """Waits for the messages of one exchange, which are counted down in the reactor's thread.
 
     Args:
@@ -162,7 +162,7 @@ class _TcpHandle(Handle):
         return without_hint or behind or rest or self._others
 
 
-class _SettledHandle(_TcpHandle):
+class _SettledHandle(_WireHandle):
     """Waits for the verdict of an exchange of two, where faults are tolerated."""
 
     def __init__(
@@ -172,7 +172,7 @@ class _SettledHandle(_TcpHandle):
         timeout: _Timeout,
         reactor: Reactor,
         explain: Explain,
-        neighbours: TcpNeighbours,
+        neighbours: WireNeighbours,
     ) -> None:
         super().__init__(request, others, timeout, reactor, explain)
         self.neighbours = neighbours
@@ -221,7 +221,7 @@ class _SettledHandle(_TcpHandle):
         self.neighbours.waited(self.pair, began)
 
 
-class TcpExchanges:
+class WireExchanges:
     """Pairs and groups over the connections of this worker.
 
     Args:
@@ -238,7 +238,7 @@ class TcpExchanges:
         self._reactor, self._rank, self._node_of = reactor, rank, node_of
         self._waiter, self._timeout, self._explain = waiter, _Timeout(timeout), explain
         self._pool = _BufferPool()
-        self._neighbours: TcpNeighbours | None = None
+        self._neighbours: WireNeighbours | None = None
         # By round and group: the number of the next chunk.
         self._counted: dict[tuple[int, tuple[int, ...]], int] = {}
         self._encodings: deque[Callable[[], bool]] = deque()
@@ -272,7 +272,7 @@ class TcpExchanges:
         others = self.connect(edge, request.exchange_id)
         arguments = request, others, self._timeout, self._reactor, self._explain
         neighbours = self._neighbours
-        handle = _TcpHandle(*arguments) if neighbours is None else _SettledHandle(*arguments, neighbours)
+        handle = _WireHandle(*arguments) if neighbours is None else _SettledHandle(*arguments, neighbours)
         staging = self._stage(request, handle) if request.sent.device.type != "cpu" else None
         on_host = request if staging is None else staging.on_host
         exchange: _PairExchange | _GroupExchange
@@ -342,7 +342,7 @@ class TcpExchanges:
             del self._counted[next(iter(self._counted))]
         return first
 
-    def _stage(self, request: ExchangeRequest, handle: _TcpHandle) -> Staging:
+    def _stage(self, request: ExchangeRequest, handle: _WireHandle) -> Staging:
         staging = Staging(request, self._copied.get(request.exchange_id.bucket))
 
         def finish() -> None:
@@ -353,7 +353,7 @@ class TcpExchanges:
         return staging
 
     def _send_staged(
-        self, staging: Staging, request: ExchangeRequest, encoded: Callable[[int], None], handle: _TcpHandle
+        self, staging: Staging, request: ExchangeRequest, encoded: Callable[[int], None], handle: _WireHandle
     ) -> None:
         staging.send(self._waiter, encoded, lambda error: handle.fail(-1, error))
         self._copied[request.exchange_id.bucket] = staging.copied
@@ -418,7 +418,7 @@ class _BufferPool:
 class _PairExchange:
     """Both members get the other's message."""
 
-    def __init__(self, reactor: Reactor, request: ExchangeRequest, handle: _TcpHandle, peer: int) -> None:
+    def __init__(self, reactor: Reactor, request: ExchangeRequest, handle: _WireHandle, peer: int) -> None:
         self._reactor = reactor
         key = _key(request.exchange_id, _WHOLE)
         self.bytes_sent = request.compression.payload(request.compression.chunks)
@@ -447,7 +447,7 @@ class _GroupExchange:
         self,
         reactor: Reactor,
         request: ExchangeRequest,
-        handle: _TcpHandle,
+        handle: _WireHandle,
         nodes: list[list[int]],
         rank: int,
         pool: _BufferPool,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from decent_dp.errors import WireError
 from decent_dp.transport.base import Verdict
 from decent_dp.transport.tcp.connection import Connection, LinkState, Pair
-from decent_dp.transport.tcp.protocol import ASK, DROP, GOT, Key, pack
-from decent_dp.transport.tcp.votes import Vote
+from decent_dp.transport.tcp.protocol import ASK, DROP, GOT, Key
+from decent_dp.transport.votes import Vote
 
 if TYPE_CHECKING:
     from decent_dp.transport.tcp.framing import Framing
@@ -39,7 +39,7 @@ class Settlement:
         if connection.votes.verdict(pair.round, pair.bucket) is not None:
             self._end(connection, pair)
             return
-        if key in connection.early_offers or key in connection.early_grants:
+        if connection.has_begun(key):
             self.join(connection, key)
         pair.receiving.done = lambda: self.vote_if_complete(connection, pair.bucket)
         self._framing.add_receiving(pair.receiving)
@@ -81,7 +81,7 @@ class Settlement:
         if connection.votes.in_doubt(bucket):
             self._framing.cancel(connection, pair.receiving, pair.sending)
             if connection.state is LinkState.OPEN:
-                connection.control.append(pack(ASK, key))
+                self._framing.say(connection, ASK, key)
             return Verdict.OPEN
         self._drop(connection, round_, bucket)
         return Verdict.NEITHER
@@ -112,7 +112,7 @@ class Settlement:
             self._say(connection, vote)
         for bucket, pair in connection.pairs.items():
             if connection.votes.in_doubt(bucket) and pair.sending.key not in connection.sendings:  # it was abandoned
-                connection.control.append(pack(ASK, pair.sending.key))
+                self._framing.say(connection, ASK, pair.sending.key)
 
     def vote_if_complete(self, connection: Connection, bucket: int) -> None:
         """A message of this exchange has come, or is coded."""
@@ -127,7 +127,7 @@ class Settlement:
 
     def _say(self, connection: Connection, vote: Vote) -> None:
         if connection.state is LinkState.OPEN:  # else it is repeated when there is a connection again
-            connection.control.append(pack(GOT if vote.got else DROP, (vote.round, vote.bucket, 0)))
+            self._framing.say(connection, GOT if vote.got else DROP, (vote.round, vote.bucket, 0))
 
     def _end_if_settled(self, connection: Connection, bucket: int) -> None:
         pair = connection.pairs.get(bucket)

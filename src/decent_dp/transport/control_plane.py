@@ -12,7 +12,7 @@ from functools import partial
 
 from decent_dp.errors import WireError
 from decent_dp.transport.agreement import Agreements, Consensus, Decision, View
-from decent_dp.transport.tcp.courier import Courier
+from decent_dp.transport.courier import Courier
 from decent_dp.transport.tcp.protocol import AGREEMENT, Key
 from decent_dp.transport.waiter import start_thread
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-__all__ = ["SILENT", "TcpNeighbours", "silence"]
+__all__ = ["SILENT", "WireNeighbours"]
 
 # The part of ``dead_after`` after which the edges of a silent worker are holes.
 SILENT = 0.3
@@ -43,7 +43,7 @@ _COMING = 0.4
 _ANSWER = 0.05
 
 
-class TcpNeighbours(Neighbours):
+class WireNeighbours(Neighbours):
     """Reads the connections from any thread, and leaves changes to the reactor's.
 
     Args:
@@ -123,7 +123,7 @@ class TcpNeighbours(Neighbours):
         return self._peers(lambda c: c.state is not LinkState.NEW and self.patience(c.peer, 0.0) <= 0)
 
     def lost(self) -> list[int]:
-        return self._peers(lambda connection: silence(connection, self._reactor.now()) >= self._dead_after)
+        return self._peers(lambda connection: connection.silence(self._reactor.now()) >= self._dead_after)
 
     def ended(self) -> list[int]:
         return self._peers(lambda connection: connection.state is LinkState.GONE)
@@ -226,7 +226,7 @@ class TcpNeighbours(Neighbours):
         now = self._reactor.now()
         if connection is None or connection.state is LinkState.NEW:
             return since + self._dead_after - now
-        lively = SILENT * self._dead_after - silence(connection, now)
+        lively = SILENT * self._dead_after - connection.silence(now)
         if connection.state is LinkState.BROKEN:
             return 0.0 if connection.refused else min(lively, connection.since + _MENDED - now)
         if connection.unheard >= SILENT * self._dead_after:
@@ -262,10 +262,3 @@ class TcpNeighbours(Neighbours):
 
     def _peers(self, chosen: Callable[[Connection], bool]) -> list[int]:
         return sorted(connection.peer for connection in list(self._framing.connections.values()) if chosen(connection))
-
-
-def silence(connection: Connection, now: float) -> float:
-    """Seconds without a sign of life; infinite for a peer that is gone, and 0 for one that has not connected yet."""
-    if connection.state is LinkState.GONE:
-        return math.inf
-    return 0.0 if connection.state is LinkState.NEW else now - connection.heard
