@@ -109,7 +109,7 @@ def test_the_wheel_alone_runs_the_quick_start(tmp_path):
     assert {name.partition("/")[0] for name in names} == {"decent_dp", described_in}
     assert {"cli", "plots", "sim", "demo"} <= set(described.get_all("Provides-Extra", []))
     needs = [line for line in described.get_all("Requires-Dist", []) if "extra ==" not in line]
-    assert {Requirement(line).name for line in needs} == {"torch", "numpy", "safetensors"}
+    assert {Requirement(line).name for line in needs} == {"torch", "numpy", "safetensors", "pyzmq"}
 
     python = empty_environment(tmp_path / "environment", needs)
     checked(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, folder=tmp_path)

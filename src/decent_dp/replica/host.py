@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from decent_dp.replica.snapshot import take
 from decent_dp.replica.staging import Staged, Staging
 from decent_dp.replica.transfer import StateCopy, hear, say, send_state
 from decent_dp.serialization import encode
+from decent_dp.transport.neighbours import Stream
 
 __all__ = ["Host"]
 
@@ -104,7 +104,7 @@ class Host(Listener):
 
     # -- in the threads of newcomers ----------------------------------------------------------------------------------
 
-    def serve(self, stream: socket.socket) -> None:
+    def serve(self, stream: Stream) -> None:
         """Called with the connection of a process of this run that is no member."""
         with stream, contextlib.suppress(OSError):
             stream.settimeout(self._company.faults.dead_after)
@@ -128,7 +128,7 @@ class Host(Listener):
         finally:
             self._guests.release()
 
-    def _copy_for(self, stream: socket.socket, name: str) -> _Kept:
+    def _copy_for(self, stream: Stream, name: str) -> _Kept:
         """The copy of this name, or a fresh one; for one more user."""
         with self._lock:
             self._drop_old()
@@ -164,7 +164,7 @@ class Host(Listener):
         if self._company.neighbours.is_paused:
             raise RuntimeError("it waits for others")
 
-    def _give_state(self, stream: socket.socket, name: str, begin: Any) -> None:
+    def _give_state(self, stream: Stream, name: str, begin: Any) -> None:
         """Sends the copy ``name`` from byte ``begin`` of its tensors on; or all of another one."""
         kept, seconds = self._copy_for(stream, name), 0.0
         size = kept.copy.size
@@ -189,7 +189,7 @@ class Host(Listener):
         now = time.monotonic()
         self._copies = {name: kept for name, kept in self._copies.items() if kept.users or kept.until > now}
 
-    def _give_seat(self, stream: socket.socket, rank: int, incarnation: int) -> None:
+    def _give_seat(self, stream: Stream, rank: int, incarnation: int) -> None:
         company = self._company
         deadline = time.monotonic() + 2 * company.faults.dead_after
         while not company.is_free(rank, incarnation):  # its process may be frozen, or have ended just now
@@ -210,7 +210,7 @@ class Host(Listener):
         say(stream, {"epoch": epoch.number, "text": epoch.text, **answer})
 
 
-def _await(stream: socket.socket, future: Future[Any], check: Callable[[], None] = lambda: None) -> Any:
+def _await(stream: Stream, future: Future[Any], check: Callable[[], None] = lambda: None) -> Any:
     """The result of ``future``. Meanwhile the newcomer gets signs of life; if it is gone, that raises OSError.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import socket
 import time
 import weakref
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from decent_dp.replica.replica import Listener, Replica
 from decent_dp.replica.snapshot import put_back, replace_values
 from decent_dp.replica.transfer import PartialState, hear_answer, receive_state, say
 from decent_dp.transport import NewcomerTransport, Transport
+from decent_dp.transport.neighbours import Stream
 
 __all__ = ["open_doors"]
 
@@ -62,7 +62,7 @@ def open_doors(replica: R) -> R:
     # The transport's thread must not keep a replica alive that nobody uses any more.
     serve = weakref.WeakMethod(host.serve)
 
-    def host_guest(stream: socket.socket) -> None:
+    def host_guest(stream: Stream) -> None:
         with stream:
             if (found := serve()) is not None:
                 found(stream)
@@ -90,7 +90,7 @@ class _Newcomer:
         replica, transport, company = self._replica, self._transport, self._company
         own, incarnation = transport.rank, transport.incarnation
 
-        def seat(stream: socket.socket, seconds: float) -> tuple[Epoch, dict[str, Any]]:
+        def seat(stream: Stream, seconds: float) -> tuple[Epoch, dict[str, Any]]:
             say(stream, {"seat": own, "incarnation": incarnation})
             answer = hear_answer(stream, seconds)
             epoch = Epoch.read(answer["epoch"], answer["text"])
@@ -151,7 +151,7 @@ def _fetch_state(
     """Gets the state of a member, as ``_ask`` does: one copy, whose parts may come over one connection after the other."""
     partial = PartialState(_LEAST + _TIMES * sum(tensor_sizes(replica.model)))
 
-    def get(stream: socket.socket, seconds: float) -> Any:
+    def get(stream: Stream, seconds: float) -> Any:
         say(stream, partial.request)
         return receive_state(stream, seconds, partial)
 
@@ -163,7 +163,7 @@ def _ask(
     transport: Transport,
     members: Callable[[], dict[int, int]],
     what: str,
-    get: Callable[[socket.socket, float], T],
+    get: Callable[[Stream, float], T],
     *,
     patience: float = _STUCK,
     once: bool = False,

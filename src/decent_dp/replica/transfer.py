@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import json
 import secrets
-import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from decent_dp.serialization import decode, read_json
+from decent_dp.transport.neighbours import Stream
 
 __all__ = ["PartialState", "StateCopy", "hear", "hear_answer", "receive_state", "say", "send_state"]
 
@@ -33,13 +33,13 @@ __all__ = ["PartialState", "StateCopy", "hear", "hear_answer", "receive_state", 
 _LARGEST, _LARGEST_TREE, _PART, _REMEMBERED = 2**20, 2**30, 2**18, 2**26
 
 
-def say(stream: socket.socket, message: Any) -> None:
+def say(stream: Stream, message: Any) -> None:
     """Sends a message (JSON)."""
     text = json.dumps(message).encode()
     stream.sendall(len(text).to_bytes(8, "little") + text)
 
 
-def hear(stream: socket.socket, largest: int = _LARGEST) -> Any:
+def hear(stream: Stream, largest: int = _LARGEST) -> Any:
     """The next message: a dict, or None.
 
     Raises:
@@ -58,7 +58,7 @@ def hear(stream: socket.socket, largest: int = _LARGEST) -> Any:
     return message
 
 
-def hear_answer(stream: socket.socket, seconds: float, largest: int = _LARGEST) -> Any:
+def hear_answer(stream: Stream, seconds: float, largest: int = _LARGEST) -> Any:
     """The first message that is not ``null``.
 
     Raises:
@@ -96,7 +96,7 @@ class StateCopy:
         self.digests = [(0, _hash_of(self.header))]
 
 
-def send_state(stream: socket.socket, copy: StateCopy, begin: int = 0) -> None:
+def send_state(stream: Stream, copy: StateCopy, begin: int = 0) -> None:
     """Sends a state, without the first ``begin`` bytes of its tensors."""
     say(stream, copy.header)
     known, digest = max((found for found in copy.digests if found[0] <= begin), key=lambda found: found[0])
@@ -160,7 +160,7 @@ class PartialState:
             raise ConnectionError(f"no state can begin like this: {error}") from error
         self.header, self.tensors, self.digest = header, tensors, _hash_of(header)
 
-    def fill(self, stream: socket.socket) -> None:
+    def fill(self, stream: Stream) -> None:
         """Receives the bytes that are missing."""
         before = time.monotonic()
         for part in _parts(self.tensors.values(), self.filled):
@@ -174,7 +174,7 @@ class PartialState:
                 self.seconds, before = self.seconds + now - before, now
 
 
-def receive_state(stream: socket.socket, seconds: float, partial: PartialState | None = None) -> Any:
+def receive_state(stream: Stream, seconds: float, partial: PartialState | None = None) -> Any:
     """The tree that the other end sends.
 
     Args:
@@ -224,7 +224,7 @@ def _parts(tensors: Iterable[Tensor], begin: int) -> Iterator[memoryview]:
         begin = max(begin - len(view), 0)
 
 
-def _receive(stream: socket.socket, size: int) -> bytearray:
+def _receive(stream: Stream, size: int) -> bytearray:
     found = bytearray(size)
     view = memoryview(found)
     while view:

@@ -96,6 +96,7 @@ class Rendezvous:
         token: the secret with which they prove that they are of this run; known to these workers alone.
         run_id: this wrapper's own name, the same on all its workers.
         addresses: of workers, as far as they were looked up.
+        encrypt: what passes between nodes; None: as between nodes by default.
     """
 
     store: Store
@@ -110,6 +111,7 @@ class Rendezvous:
     places: int
     incarnation: int = 0
     addresses: dict[int, dict[str, Any]] = field(default_factory=dict)
+    encrypt: bool | None = None
 
     @classmethod
     def create(cls, process_group: dist.ProcessGroup | None, most_workers: int = 0) -> Rendezvous:
@@ -245,6 +247,8 @@ def _read_address(value: bytes, incarnation: int) -> dict[str, Any] | None:
         if host is not None and not (ipaddress.ip_address(str(host)) and type(port) is int and 0 < port < 2**16):
             return None
         if local is not None and not (isinstance(local, str) and local.encode()):
+            return None
+        if len(bytes.fromhex(address.get("key", ""))) not in (0, 32):
             return None
         if (host or local) and isinstance(node, str) and address["incarnation"] == incarnation:
             return dict(address)

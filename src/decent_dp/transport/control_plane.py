@@ -13,7 +13,8 @@ from functools import partial
 from decent_dp.errors import WireError
 from decent_dp.transport.agreement import Agreements, Consensus, Decision, View
 from decent_dp.transport.courier import Courier
-from decent_dp.transport.tcp.protocol import AGREEMENT, Key
+from decent_dp.transport.link import Key
+from decent_dp.transport.messages import AGREEMENT
 from decent_dp.transport.waiter import start_thread
 
 __all__ = ["ControlPlane"]

@@ -6,7 +6,8 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from decent_dp.transport.tcp.protocol import ACK, BLOCK, Key
+from decent_dp.transport.link import Key
+from decent_dp.transport.messages import ACK, BLOCKS
 
 __all__ = ["Courier"]
 
@@ -58,7 +59,7 @@ class Courier:
             while len(self._out[peer]) >= _WINDOW:
                 check(peer)
                 self._changed.wait(_CHECK)
-            key = (self._number, BLOCK, self._sent[peer])
+            key = (self._number, BLOCKS, self._sent[peer])
             self._out[peer][self._sent[peer]] = block
             self._sent[peer] += 1
         self._send(peer, key, block)
@@ -77,7 +78,7 @@ class Courier:
         """A block has come, perhaps again, or an acknowledgement."""
         number, kind, count = key
         with self._changed:
-            if number > self._number and kind == BLOCK:
+            if number > self._number and kind == BLOCKS:
                 early = self._early[peer]
                 early[key] = block
                 while len(early) > _WINDOW:  # no more than that are in flight; others are of one that was given up
@@ -98,7 +99,7 @@ class Courier:
     def reconnected(self, peer: int) -> None:
         """What was in flight to a worker may be lost."""
         with self._changed:
-            again = [((self._number, BLOCK, count), block) for count, block in self._out[peer].items()]
+            again = [((self._number, BLOCKS, count), block) for count, block in self._out[peer].items()]
             if self._came[peer]:
                 again.append(((self._number, ACK, self._came[peer]), b""))
         for key, block in again:

@@ -16,15 +16,14 @@ from torch.profiler import record_function
 from decent_dp.errors import WireError
 from decent_dp.topo import Edge
 from decent_dp.transport.base import ExchangeId, ExchangeRequest, Explain, Handle, Verdict
+from decent_dp.transport.link import Key, Pair, Receiving, Sending
 from decent_dp.transport.liveness import WireNeighbours
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.reduction_tree import Branch, Place, find_place, group_by_node
 from decent_dp.transport.staging import Staging
 from decent_dp.transport.streams import on_stream
-from decent_dp.transport.tcp.connection import Pair, Receiving, Sending
-from decent_dp.transport.tcp.protocol import Key
-from decent_dp.transport.tcp.reactor import Reactor
 from decent_dp.transport.waiter import Waiter
+from decent_dp.transport.wire import Wire
 
 __all__ = ["WireExchanges"]
 
@@ -63,9 +62,7 @@ class _WireHandle(Handle):
         others: the other members.
     """
 
-    def __init__(
-        self, request: ExchangeRequest, others: list[int], timeout: _Timeout, reactor: Reactor, explain: Explain
-    ) -> None:
+    def __init__(self, request: ExchangeRequest, others: list[int], timeout: _Timeout, reactor: Wire, explain: Explain) -> None:
         self._exchange_id, self._others, self._explain = request.exchange_id, others, explain
         self._timeout, self._reactor = timeout, reactor
         self._started = time.monotonic()
@@ -170,7 +167,7 @@ class _SettledHandle(_WireHandle):
         request: ExchangeRequest,
         others: list[int],
         timeout: _Timeout,
-        reactor: Reactor,
+        reactor: Wire,
         explain: Explain,
         neighbours: WireNeighbours,
     ) -> None:
@@ -233,7 +230,7 @@ class WireExchanges:
     """
 
     def __init__(
-        self, reactor: Reactor, rank: int, node_of: Sequence[str], waiter: Waiter, timeout: float, explain: Explain
+        self, reactor: Wire, rank: int, node_of: Sequence[str], waiter: Waiter, timeout: float, explain: Explain
     ) -> None:
         self._reactor, self._rank, self._node_of = reactor, rank, node_of
         self._waiter, self._timeout, self._explain = waiter, _Timeout(timeout), explain
@@ -246,7 +243,7 @@ class WireExchanges:
         self._copied: dict[int, Any] = {}
 
     def tolerate(self, dead_after: float, places: int) -> Neighbours:
-        """``Reactor.tolerate``."""
+        """``Wire.tolerate``."""
         self._neighbours = self._reactor.tolerate(dead_after, places)
         return self._neighbours
 
@@ -418,7 +415,7 @@ class _BufferPool:
 class _PairExchange:
     """Both members get the other's message."""
 
-    def __init__(self, reactor: Reactor, request: ExchangeRequest, handle: _WireHandle, peer: int) -> None:
+    def __init__(self, reactor: Wire, request: ExchangeRequest, handle: _WireHandle, peer: int) -> None:
         self._reactor = reactor
         key = _key(request.exchange_id, _WHOLE)
         self.bytes_sent = request.compression.payload(request.compression.chunks)
@@ -445,7 +442,7 @@ class _GroupExchange:
 
     def __init__(
         self,
-        reactor: Reactor,
+        reactor: Wire,
         request: ExchangeRequest,
         handle: _WireHandle,
         nodes: list[list[int]],

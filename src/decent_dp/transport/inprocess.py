@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import socket
 import threading
 import uuid
 from collections import Counter
@@ -25,7 +24,7 @@ from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
 from decent_dp.transport.agreement import Consensus, Decision
 from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, ExchangeRequest, Handle, Transport, Verdict, written
-from decent_dp.transport.neighbours import Neighbours
+from decent_dp.transport.neighbours import Neighbours, Stream
 
 __all__ = ["InProcessTransport", "LocalHub", "run_replicas"]
 
@@ -300,10 +299,10 @@ class _LocalNeighbours(Neighbours):
     def replaced(self) -> bool:
         return False
 
-    def welcome(self, host: Callable[[socket.socket], None]) -> None:
+    def welcome(self, host: Callable[[Stream], None]) -> None:
         return  # threads do not join later
 
-    def visit(self, rank: int, incarnation: int) -> socket.socket:
+    def visit(self, rank: int, incarnation: int) -> Stream:
         raise ConnectionError("workers that are threads give each other nothing but exchanges")
 
     @property

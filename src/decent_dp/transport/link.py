@@ -60,11 +60,12 @@ class Message:
 
 @dataclass(eq=False)
 class Sending(Message):
-    """A message on its way out. ``ready`` may grow while it is being written."""
+    """A message on its way out. ``ready`` may grow while it is being written; ``arrived``: bytes that the peer says it has."""
 
     ready: int = 0
     granted_at: float = 0.0
     written: int = 0
+    arrived: int = 0
     queued: bool = False
     offered: bool = False
 
@@ -79,10 +80,12 @@ class Receiving(Message):
 
     Attributes:
         sources: the number of peers whose messages of the same exchange share its link.
+        offered: the peer is known to have it, or to be in the exchange.
     """
 
     sources: int = 1
     received: int = 0
+    offered: bool = False
 
 
 class LinkState(enum.Enum):
@@ -171,6 +174,16 @@ class Link:
 
     def enter(self, state: LinkState) -> None:
         self.state, self.since = state, time.monotonic()
+
+    def silence(self, now: float) -> float:
+        """Seconds without a sign of life; infinite for a peer that is gone. libzmq's heartbeats keep a link open."""
+        if self.state is LinkState.GONE:
+            return math.inf
+        return now - self.heard if self.state is LinkState.BROKEN else 0.0
+
+    def has_begun(self, key: Key) -> bool:
+        """Whether the peer is known to be in the exchange of a message."""
+        raise NotImplementedError
 
     def keep_note(self, bucket: int, frame: bytes) -> None:
         self.notes.setdefault(bucket, deque(maxlen=2)).append(frame)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import socket
 import statistics
 import threading
 import time
@@ -16,20 +15,18 @@ from typing import TYPE_CHECKING, TypeVar
 from decent_dp.topo import Edge
 from decent_dp.transport.agreement import Consensus
 from decent_dp.transport.base import ExchangeId, Verdict
-from decent_dp.transport.neighbours import Neighbours
-from decent_dp.transport.tcp.connection import Connection, LinkState, Pair
-from decent_dp.transport.tcp.framing import Framing
-from decent_dp.transport.tcp.protocol import Key
+from decent_dp.transport.link import Key, Link, LinkState, Pair
+from decent_dp.transport.neighbours import Neighbours, Stream
+from decent_dp.transport.sockets import SILENT
 
 if TYPE_CHECKING:
-    from decent_dp.transport.tcp.reactor import Reactor
+    from decent_dp.transport.flow import Flow
+    from decent_dp.transport.wire import Wire
 
 T = TypeVar("T")
 
 __all__ = ["SILENT", "WireNeighbours"]
 
-# The part of ``dead_after`` after which the edges of a silent worker are holes.
-SILENT = 0.3
 # Seconds for which an exchange waits for a lost connection to be made again.
 _MENDED = 0.25
 # Seconds in which a process that was stopped reads what came meanwhile, and beats after which one other worker is enough.
@@ -50,7 +47,7 @@ class WireNeighbours(Neighbours):
         dead_after: as of ``Tolerate``.
     """
 
-    def __init__(self, reactor: Reactor, framing: Framing, rank: int, dead_after: float) -> None:
+    def __init__(self, reactor: Wire, framing: Flow, rank: int, dead_after: float) -> None:
         self._reactor, self._framing, self._rank, self._dead_after = reactor, framing, rank, dead_after
         # When this worker entered its round, and the seconds of its last rounds.
         self._announced = self._step = 0.0
@@ -179,10 +176,10 @@ class WireNeighbours(Neighbours):
     def replaced(self) -> bool:
         return self._reactor.replaced
 
-    def welcome(self, host: Callable[[socket.socket], None]) -> None:
+    def welcome(self, host: Callable[[Stream], None]) -> None:
         self._reactor.on_guest = host
 
-    def visit(self, rank: int, incarnation: int) -> socket.socket:
+    def visit(self, rank: int, incarnation: int) -> Stream:
         return self._reactor.visit(rank, incarnation)
 
     @property
@@ -234,7 +231,7 @@ class WireNeighbours(Neighbours):
         return lively
 
     def expected_end(self, pair: Pair, began: float) -> float:
-        """When an exchange is late (``Connection.expected_end``), on the monotonic clock. ``began``: when the wait did.
+        """When an exchange is late (``Link.expected_end``), on the monotonic clock. ``began``: when the wait did.
 
         Messages are late only if their peer was heard since then: it is asked for a sign of life, and answers it at once. So a
         peer that is stopped is waited for until it is silent.
@@ -260,5 +257,5 @@ class WireNeighbours(Neighbours):
     def _others(self, edge: Edge) -> list[int]:
         return [rank for rank in edge.ranks if rank != self._rank]
 
-    def _peers(self, chosen: Callable[[Connection], bool]) -> list[int]:
+    def _peers(self, chosen: Callable[[Link], bool]) -> list[int]:
         return sorted(connection.peer for connection in list(self._framing.connections.values()) if chosen(connection))

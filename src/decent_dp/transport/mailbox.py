@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from decent_dp.errors import WireError
-from decent_dp.transport.tcp.protocol import Key
+from decent_dp.transport.link import Key
 
 __all__ = ["Mailbox"]
 

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 from decent_dp.topo import Edge
 from decent_dp.transport.agreement import Consensus
 from decent_dp.transport.base import ExchangeId
 
-__all__ = ["Neighbours"]
+__all__ = ["Neighbours", "Stream"]
+
+
+class Stream(Protocol):
+    """A connection to a process that joins. It is used as a socket, by one thread."""
+
+    def settimeout(self, seconds: float | None, /) -> None: ...
+
+    def sendall(self, data: bytes | memoryview, /) -> None: ...
+
+    def recv_into(self, buffer: bytearray | memoryview, /) -> int: ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Stream: ...
+
+    def __exit__(self, *error: object) -> None: ...
 
 
 class Neighbours(ABC):
@@ -123,7 +139,7 @@ class Neighbours(ABC):
         """Whether another process is known to be this worker now."""
 
     @abstractmethod
-    def welcome(self, host: Callable[[socket.socket], None]) -> None:
+    def welcome(self, host: Callable[[Stream], None]) -> None:
         """Processes that want to join are accepted from now on.
 
         Args:
@@ -132,7 +148,7 @@ class Neighbours(ABC):
         """
 
     @abstractmethod
-    def visit(self, rank: int, incarnation: int) -> socket.socket:
+    def visit(self, rank: int, incarnation: int) -> Stream:
         """A connection to the ``host`` of another worker, which is the process of this incarnation. It blocks.
 
         Raises:

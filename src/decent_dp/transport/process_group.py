@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -18,20 +19,25 @@ from torch import Tensor
 from decent_dp.compression import Compression, FlatTensor, Lossless
 from decent_dp.faults import Tolerate, default_dead_after, most_workers
 from decent_dp.topo import Edge
+from decent_dp.transport.addresses import find, key_of
+from decent_dp.transport.addresses import listen as listen_zmq
 from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, ExchangeRequest, Handle, Transport
 from decent_dp.transport.by_communicator import AllReduceGroups, BesideTraining, Exchanges, GlooPairs, NcclPairs
 from decent_dp.transport.closed_group import close_default_group
 from decent_dp.transport.communicators import Communicator, Notes, Rendezvous, peer_error, timeout_of
 from decent_dp.transport.exchange import WireExchanges
 from decent_dp.transport.faster import compare
+from decent_dp.transport.hello import Identity as NewIdentity
 from decent_dp.transport.inprocess import InProcessTransport
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.peers import Peers
+from decent_dp.transport.sockets import Curve, Sockets
 from decent_dp.transport.survivors import SurvivorControl
 from decent_dp.transport.tcp.addresses import dial, listen
 from decent_dp.transport.tcp.greeting import Identity
 from decent_dp.transport.tcp.reactor import Reactor
 from decent_dp.transport.waiter import Waiter
+from decent_dp.transport.wire import Wire
 
 __all__ = ["ProcessGroupTransport", "check_transport", "connect", "group_of_replicas", "open_transport"]
 
@@ -154,6 +160,24 @@ class ProcessGroupTransport(Transport):
 
     def _listen(self) -> None:
         shared = self._rendezvous
+        if os.environ.get("DECENT_DP_WIRE") == "zmq":
+            sockets, curve = Sockets(), Curve.create()
+            self._reactor: Any = Wire(
+                NewIdentity(bytes.fromhex(shared.run_id), shared.rank, secrets.token_bytes(8), shared.incarnation),
+                shared.token,
+                range(shared.world_size),
+                shared.local,
+                sockets,
+                listen_zmq(shared, sockets, curve),
+                curve,
+                set(),
+                lambda peer, incarnation: find(self._rendezvous, peer, self._dial_seconds, incarnation),
+                lambda peer, incarnation: key_of(self._rendezvous, peer, incarnation),
+                self.timeout,
+                default_dead_after(),
+            )
+            self._tcp = WireExchanges(self._reactor, shared.rank, shared.node_of, self._waiter, self.timeout, self._explain)
+            return
         self._reactor = Reactor(
             Identity(bytes.fromhex(shared.run_id), shared.rank, secrets.token_bytes(8), shared.incarnation),
             shared.token,
@@ -191,10 +215,12 @@ class ProcessGroupTransport(Transport):
         for t, edge in enumerate(edges):
             self._tcp.connect(edge, ExchangeId(t, 0), ahead=True)
 
+    @property
+    def _dial_seconds(self) -> float:
+        return self.timeout if self._faults is None else min(self.timeout, self._faults.dead_after)
+
     def _dial(self, peer: int, incarnation: int) -> Any:
-        faults = self._faults
-        seconds = self.timeout if faults is None else min(self.timeout, faults.dead_after)
-        return dial(self._rendezvous, peer, seconds, incarnation)
+        return dial(self._rendezvous, peer, self._dial_seconds, incarnation)
 
     def records(self) -> dict[str, str]:
         return self._rendezvous.records()

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from decent_dp.errors import WireError
 from decent_dp.transport.base import Verdict
-from decent_dp.transport.tcp.connection import Connection, LinkState, Pair
-from decent_dp.transport.tcp.protocol import ASK, DROP, GOT, Key
+from decent_dp.transport.link import Key, Link, LinkState, Pair
+from decent_dp.transport.messages import ASK, DROP, GOT
 from decent_dp.transport.votes import Vote
 
 if TYPE_CHECKING:
-    from decent_dp.transport.tcp.framing import Framing
+    from decent_dp.transport.flow import Flow
 
 __all__ = ["Settlement"]
 
@@ -24,7 +24,7 @@ class Settlement:
         one_sided: exchanges that were dropped here, because the peer counts as dead, and that it may have mixed.
     """
 
-    def __init__(self, framing: Framing) -> None:
+    def __init__(self, framing: Flow) -> None:
         self._framing = framing
         self.one_sided = 0
 
@@ -45,18 +45,18 @@ class Settlement:
         self._framing.add_receiving(pair.receiving)
         self._framing.add_sending(pair.sending)
 
-    def join(self, connection: Connection, key: Key) -> None:
+    def join(self, connection: Link, key: Key) -> None:
         """A frame shows that the peer is in this exchange."""
         pair = connection.pairs.get(key[1])
         if pair is not None and pair.round == key[0] and not pair.joined:
             pair.joined = time.monotonic()
             connection.paused = False
 
-    def hear(self, connection: Connection, vote: Vote) -> None:
+    def hear(self, connection: Link, vote: Vote) -> None:
         connection.votes.hear(vote)
         self._end_if_settled(connection, vote.bucket)
 
-    def answer(self, connection: Connection, round_: int, bucket: int) -> None:
+    def answer(self, connection: Link, round_: int, bucket: int) -> None:
         """The peer is in doubt, and sends no more of its message. Without the whole of it this worker drops the exchange."""
         if connection.votes.has_said_got(round_, bucket):
             self._say(connection, Vote(round_, bucket, got=True))
@@ -80,6 +80,7 @@ class Settlement:
             connection.give_up(pair)
         if connection.votes.in_doubt(bucket):
             self._framing.cancel(connection, pair.receiving, pair.sending)
+            self._framing.recall(connection, pair.sending)
             if connection.state is LinkState.OPEN:
                 self._framing.say(connection, ASK, key)
             return Verdict.OPEN
@@ -90,11 +91,11 @@ class Settlement:
         """This worker leaves an exchange out that it has not opened, and all earlier ones of the bucket."""
         self._drop(self._framing.connection(peer), round_, bucket)
 
-    def ask_for_life(self, connection: Connection) -> None:
+    def ask_for_life(self, connection: Link) -> None:
         if connection.state is LinkState.OPEN:
             self._framing.beat(connection, ask=True)
 
-    def expire(self, connection: Connection) -> None:
+    def expire(self, connection: Link) -> None:
         """The peer counts as dead: all exchanges with it are dropped."""
         for bucket, pair in list(connection.pairs.items()):
             if connection.votes.in_doubt(bucket):
@@ -105,7 +106,7 @@ class Settlement:
                 connection.votes.vote_drop(pair.round, bucket)
             self._end_if_settled(connection, bucket)
 
-    def repeat(self, connection: Connection) -> None:
+    def repeat(self, connection: Link) -> None:
         """Begins a connection, perhaps in place of a lost one."""
         connection.votes.forget()
         for vote in connection.votes.repeated():
@@ -114,27 +115,27 @@ class Settlement:
             if connection.votes.in_doubt(bucket) and pair.sending.key not in connection.sendings:  # it was abandoned
                 self._framing.say(connection, ASK, pair.sending.key)
 
-    def vote_if_complete(self, connection: Connection, bucket: int) -> None:
+    def vote_if_complete(self, connection: Link, bucket: int) -> None:
         """A message of this exchange has come, or is coded."""
         pair = connection.pairs.get(bucket)
         if pair is not None and pair.complete and not connection.votes.in_doubt(bucket):
             self._say(connection, connection.votes.vote_got(pair.round, bucket))
             self._end_if_settled(connection, bucket)
 
-    def _drop(self, connection: Connection, round_: int, bucket: int) -> None:
+    def _drop(self, connection: Link, round_: int, bucket: int) -> None:
         self._say(connection, connection.votes.vote_drop(round_, bucket))
         self._end_if_settled(connection, bucket)
 
-    def _say(self, connection: Connection, vote: Vote) -> None:
+    def _say(self, connection: Link, vote: Vote) -> None:
         if connection.state is LinkState.OPEN:  # else it is repeated when there is a connection again
             self._framing.say(connection, GOT if vote.got else DROP, (vote.round, vote.bucket, 0))
 
-    def _end_if_settled(self, connection: Connection, bucket: int) -> None:
+    def _end_if_settled(self, connection: Link, bucket: int) -> None:
         pair = connection.pairs.get(bucket)
         if pair is not None and connection.votes.verdict(pair.round, bucket) not in (None, Verdict.OPEN):
             self._end(connection, pair)
 
-    def _end(self, connection: Connection, pair: Pair) -> None:
+    def _end(self, connection: Link, pair: Pair) -> None:
         verdict = connection.votes.verdict(pair.round, pair.bucket)
         assert verdict is not None
         connection.votes.close(pair.round, pair.bucket)

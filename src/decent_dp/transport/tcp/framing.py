@@ -106,7 +106,7 @@ class Framing:
         self.round, self.first_bucket, self.paused, self.epoch = -1, 0, False, 0
         self.turn = 0.0
         self.reconnects = 0
-        self.settlement = Settlement(self)
+        self.settlement = Settlement(self)  # type: ignore[arg-type]
 
     @property
     def tolerant(self) -> bool:
@@ -275,6 +275,9 @@ class Framing:
     def say(self, connection: Connection, kind: int, key: Key) -> None:
         """Sends a vote, or asks for one."""
         connection.control.append(pack(kind, key))
+
+    def recall(self, connection: Connection, sending: Sending) -> None:
+        """What the kernel has is a copy."""
 
     def begin(self, bucket: int) -> None:
         """Rounds count from now on for buckets from this number on."""

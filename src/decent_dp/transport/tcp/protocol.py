@@ -27,11 +27,14 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
 from decent_dp.errors import WireError
+from decent_dp.transport.link import Key
+from decent_dp.transport.messages import ACK, AGREEMENT, ASK, DROP, GOT, check_size
+from decent_dp.transport.messages import BLOCKS as BLOCK
 
 __all__ = [
     "ACK",
@@ -60,12 +63,6 @@ __all__ = [
     "unpack",
 ]
 
-# (round, bucket, slot): what a message is. Slots number the messages of one exchange.
-Key: TypeAlias = tuple[int, int, int]
-# In place of a bucket, in notes of the control plane: an agreement's message; a block of a collective, whose number is in place
-# of a round and whose own number is the slot; how many blocks have come.
-ACK, BLOCK, AGREEMENT = range(2**32 - 3, 2**32)
-
 # kind, version, length of the body, epoch, round, bucket, slot, offset, size; in the first DATA after a GRANT, the microseconds
 # since the grant came, and in a BEAT the milliseconds since the sender has heard from the receiver; the checksum of the body.
 _FIELDS = struct.Struct("<HHIIqIIQQII")
@@ -73,7 +70,7 @@ _FIELDS = struct.Struct("<HHIIqIIQQII")
 _CHECKSUM = struct.Struct("<I")
 HEADER_SIZE = _FIELDS.size + _CHECKSUM.size
 VERSION = 6
-DATA, OFFER, GRANT, NOTE, BEAT, GOT, DROP, ASK, BYE = range(1, 10)
+DATA, OFFER, GRANT, NOTE, BEAT, BYE = 1, 2, 3, 4, 5, 9
 
 SMALL = 2**14
 # The largest bodies that are accepted. A note has a byte per block of a bucket.
@@ -148,12 +145,3 @@ def checksum(body: bytes | bytearray | memoryview) -> int:
         for start in range(0, len(part), _KEEPS_LOCK):
             found = zlib.crc32(part[start : start + _KEEPS_LOCK], found)
     return found
-
-
-def check_size(rank: int, peer: int, key: Key, theirs: int, ours: int) -> None:
-    """Raises WireError when a message of ``peer`` has another size than the expected one."""
-    if theirs != ours:
-        raise WireError(
-            f"round {key[0]}, bucket {key[1]}: worker {peer} has a message of {theirs} bytes where worker {rank} has one of "
-            f"{ours}. The workers run different versions or have got out of step; start them together from one installation."
-        )

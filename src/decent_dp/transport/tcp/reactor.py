@@ -256,7 +256,7 @@ class Reactor:
             self.fail,
         )
         self.call(self._beat)  # it is more often from now on
-        self._neighbours = WireNeighbours(self, self._framing, self._identity.rank, dead_after)
+        self._neighbours = WireNeighbours(self, self._framing, self._identity.rank, dead_after)  # type: ignore[arg-type]
         return self._neighbours
 
     def call(self, command: Callable[[], None]) -> None:

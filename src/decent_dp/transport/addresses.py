@@ -1,0 +1,168 @@
+"""Where workers listen for each other, and how they find one another."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import secrets
+import socket
+import struct
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from decent_dp.transport.communicators import Rendezvous, UnreachableError, address_key
+from decent_dp.transport.dialling import Target
+from decent_dp.transport.sockets import Curve, Socket, Sockets
+
+__all__ = ["address_of", "find", "key_of", "listen", "probe"]
+
+# An address that nobody has (RFC 5737): the way to it is the default route.
+_ELSEWHERE = "192.0.2.1"
+_LOOPBACK = "127.0.0.1"
+# Seconds for which a stranger's key is looked up.
+_SECONDS = 2.0
+
+
+def listen(rendezvous: Rendezvous, sockets: Sockets, curve: Curve) -> list[Socket]:
+    """Listens for other workers, and stores the addresses.
+
+    On Linux, workers on this one's network stack use a local socket. If all workers are there, nothing listens beyond the
+    loopback interface, but where others may come and the master's address is another. What leaves the node is encrypted.
+
+    Raises:
+        RuntimeError: this worker cannot listen where it is told to.
+    """
+    listeners: list[Socket] = []
+    address: dict[str, Any] = {"node": rendezvous.node, "incarnation": rendezvous.incarnation, "pid": os.getpid()}
+    address["machine"] = socket.gethostname()
+    others = rendezvous.world_size - 1
+    if rendezvous.local and sys.platform == "linux":
+        address["local"] = f"decent_dp-{secrets.token_hex(8)}"
+        listeners.append(sockets.listen(f"ipc://@{address['local']}"))
+    is_far, grows = len(rendezvous.local) < others, rendezvous.places > rendezvous.world_size
+    if is_far or grows or not listeners:
+        host = _own_address(guess=is_far) if is_far or grows else _LOOPBACK
+        encrypts = rendezvous.encrypt if rendezvous.encrypt is not None else is_far or grows
+        try:
+            remote = sockets.listen(f"tcp://{_bracketed(host)}:*", curve if encrypts else None)
+        except OSError as error:
+            raise RuntimeError(f"this worker cannot listen at {host}: {error}") from error
+        address["host"], address["port"] = host, int(remote.endpoint.rpartition(":")[2])
+        address["key"] = curve.public.hex() if encrypts else ""
+        listeners.append(remote)
+    rendezvous.addresses[rendezvous.rank] = address
+    rendezvous.store.set(address_key(rendezvous.rank, rendezvous.incarnation), json.dumps(address))
+    return listeners
+
+
+def find(rendezvous: Rendezvous, peer: int, seconds: float, incarnation: int = 0) -> Target:
+    """Where ``peer`` listens, which is the process of this incarnation; somebody does. Takes about so many seconds at most.
+
+    Raises:
+        UnreachableError: nobody answers at the address of the peer.
+        OSError: this process has no file descriptor left, or the store does not answer.
+        RuntimeError: as of ``Rendezvous.address_of``.
+    """
+    address = rendezvous.address_of(peer, incarnation, seconds)
+    probe(address, rendezvous.node, seconds).close()
+    if _is_local(address, rendezvous.node):
+        return Target(f"ipc://@{address['local']}")
+    where = f"{address['host']} port {address['port']}"
+    return Target(f"tcp://{_bracketed(address['host'])}:{address['port']}", bytes.fromhex(address.get("key", "")), where)
+
+
+def key_of(rendezvous: Rendezvous, peer: int, incarnation: int) -> bytes:
+    """The public key of a process, from the store. Raises OSError or RuntimeError."""
+    return bytes.fromhex(rendezvous.address_of(peer, incarnation, _SECONDS).get("key", ""))
+
+
+def probe(address: Mapping[str, Any], node: str, seconds: float) -> socket.socket:
+    """A plain connection to the process that has stored this address: ZeroMQ does not tell that nobody listens.
+
+    Args:
+        node: of this process.
+
+    Raises:
+        UnreachableError: nobody answers there.
+        OSError: this process has no file descriptor left.
+    """
+    is_local = _is_local(address, node)
+    at: bytes | tuple[str, int]
+    if not is_local and "host" not in address:
+        raise UnreachableError(None, f"it listens on its own machine ({address['node']}) alone")
+    if is_local:
+        family, at = socket.AF_UNIX, b"\0" + address["local"].encode()
+    else:
+        family = socket.AF_INET6 if ":" in address["host"] else socket.AF_INET
+        at = (address["host"], address["port"])
+    stream = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        stream.settimeout(seconds)
+        stream.connect(at)
+    except OSError as error:
+        stream.close()
+        where = None if is_local else f"{address['host']} port {address['port']}"
+        raise UnreachableError(where, str(error), is_refused=isinstance(error, ConnectionRefusedError)) from error
+    return stream
+
+
+def _is_local(address: Mapping[str, Any], node: str) -> bool:
+    return address["node"] == node and "local" in address
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _own_address(*, guess: bool = True) -> str:
+    """The address under which the others reach this worker: that of GLOO_SOCKET_IFNAME, or of the way to the master.
+
+    Args:
+        guess: if the master's does not tell, take that of the host's name, or of the default route.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        own = address_of(interface)
+        if own is not None:
+            return own
+        if sys.platform == "linux":  # elsewhere nothing is known of interfaces
+            raise RuntimeError(
+                f"GLOO_SOCKET_IFNAME={interface}: this network interface has no address at which others reach this worker. "
+                "Name another one (`ip address` lists them)."
+            )
+    for target in (os.environ.get("MASTER_ADDR", ""), *((socket.gethostname(), _ELSEWHERE) if guess else ())):
+        with contextlib.suppress(OSError):
+            family, kind, _, _, to = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(to)  # sends nothing: looks the way up
+                found = str(probe.getsockname()[0])
+                # The master may call itself 'localhost', which others cannot use. Unspecified would be all interfaces.
+                address = ipaddress.ip_address(found.partition("%")[0])
+                if not (address.is_loopback or address.is_unspecified):
+                    return found
+    return _LOOPBACK
+
+
+def address_of(interface: str) -> str | None:
+    """The address of a network interface, of IPv4 if it has one; None if it is unknown."""
+    try:
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            siocgifaddr = 0x8915  # of Linux
+            answer = fcntl.ioctl(any_socket.fileno(), siocgifaddr, struct.pack("256s", interface.encode()[:15]))
+            return socket.inet_ntoa(answer[20:24])
+    except (ImportError, OSError):
+        return _ipv6_address_of(interface)
+
+
+def _ipv6_address_of(interface: str) -> str | None:
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
+        for line in file:
+            digits, _, _, scope, _, name = line.split()
+            if name == interface and scope != "20":  # one of the link alone is no use without the name of an interface
+                return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+    return None

@@ -1,0 +1,341 @@
+"""Makes connections beside the training: those that are wanted, and those that were lost."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import zmq
+
+from decent_dp.transport.communicators import GreetingError, UnreachableError
+from decent_dp.transport.flow import Channel, Flow, WireLink
+from decent_dp.transport.hello import BULK, CONTROL, GUEST, Dialled, Identity, ReplacedError
+from decent_dp.transport.link import LinkState
+from decent_dp.transport.messages import HELLO, REFUSED, Header, pack
+from decent_dp.transport.sockets import Curve, Event, Socket, Sockets
+from decent_dp.transport.waiter import start_thread
+
+__all__ = ["CROSSING", "Attempt", "Dialler", "End", "Target"]
+
+_log = logging.getLogger(__name__)
+
+# Seconds between two tries: few at first, as the sockets of a process that is killed do not all close at once.
+_FIRST, _LAST = 0.02, 0.5
+# Of two workers that want a connection one dials at once. Seconds until the other one dials, too: it may be the one that gets
+# through, where a firewall is between them.
+_OTHER_FIRST = 0.5
+# Seconds for which a worker that refuses connections may still dial itself, before that is an error.
+_GRACE = 2.0
+# The part of ``dead_after`` after which a worker counts as dead at whose address nobody listens any more.
+_ENDED = 0.3
+# The reason of a refusal: the listening worker dials, too, and its connection will be used.
+CROSSING = "it dials, too"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a worker listens.
+
+    Attributes:
+        endpoint: for ZeroMQ.
+        key: its public key; empty: connections there are not encrypted.
+        where: its address and port, for errors; empty for a local socket.
+    """
+
+    endpoint: str
+    key: bytes = b""
+    where: str = ""
+
+
+@dataclass(eq=False)
+class End:
+    """One connection of an attempt. ``welcome``: who has welcomed this worker there."""
+
+    channel: Channel
+    dialled: Dialled
+    attempt: Attempt
+    welcome: Identity | None = None
+
+
+@dataclass(eq=False)
+class Attempt:
+    """The making of the connections to a worker.
+
+    Attributes:
+        deadline: on the monotonic clock.
+        opened: called with the other worker's identity and the channels.
+        failed: called with the error.
+        ends: one for each connection.
+        challenged: the other worker has answered, so the way to it is open.
+    """
+
+    peer: int
+    target: Target
+    deadline: float
+    opened: Callable[[Identity, list[Channel]], None]
+    failed: Callable[[Exception], None]
+    ends: list[End] = field(default_factory=list)
+    challenged: bool = False
+    over: bool = False
+
+
+class Poll(Protocol):
+    """What the dialler needs of the thread."""
+
+    def watch(self, socket: Socket, owner: End) -> None: ...
+
+    def pause(self, socket: Socket) -> None: ...
+
+    def resume(self, socket: Socket, channel: Channel) -> None: ...
+
+    def forget(self, socket: Socket) -> None: ...
+
+
+class Dialler:
+    """Looks addresses up in threads of their own. All else is for the transport's thread.
+
+    Args:
+        identity, secret, curve: this worker's.
+        find: returns where a process of a worker listens, blocking, if somebody does.
+        call: runs a function in the transport's thread.
+        timeout: seconds that a worker has to answer.
+        goes_first: whether this worker dials another one at once.
+        on_error: ends this worker with an error of another thread.
+        opened: called with a link that is open now.
+        refused: where faults are not tolerated: called with a peer that cannot be reached, and the error.
+
+    Attributes:
+        replaced: another process is this worker by now.
+        dead_after: seconds without a sign of life after which a peer is an error.
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        poll: Poll,
+        sockets: Sockets,
+        identity: Identity,
+        secret: bytes,
+        curve: Curve,
+        find: Callable[[int, int], Target],
+        call: Callable[[Callable[[], None]], None],
+        timeout: float,
+        dead_after: float,
+        goes_first: Callable[[int], bool],
+        on_error: Callable[[Exception], None],
+        refused: Callable[[int, Exception], None],
+    ) -> None:
+        self._flow, self._poll, self._sockets = flow, poll, sockets
+        self._identity, self._secret, self._curve = identity, secret, curve
+        self._find, self._call, self.timeout, self.dead_after = find, call, timeout, dead_after
+        self._goes_first, self._on_error, self._refused = goes_first, on_error, refused
+        self.replaced = False
+        # When each peer is dialled next; infinite while it is being dialled.
+        self._due: dict[int, float] = {}
+        self._pauses: dict[int, float] = {}
+        self._failed_at: dict[int, float] = {}
+        self._attempts: dict[int, Attempt] = {}
+        self._visits: list[Attempt] = []
+
+    def want(self, peer: int) -> None:
+        """A connection is needed. It is tried until it is there, or the peer is gone."""
+        self._flow.connection(peer)
+        self._due.setdefault(peer, 0.0 if self._goes_first(peer) else time.monotonic() + _OTHER_FIRST)
+
+    def look(self) -> float:
+        """Dials whom it is time to dial. Returns when to look again, on the monotonic clock; infinite: when something comes."""
+        now = time.monotonic()
+        for attempt in [*self._attempts.values(), *self._visits]:
+            if now >= attempt.deadline:
+                self._end(attempt, TimeoutError(f"worker {attempt.peer} has not answered in time"))
+        for peer, due in list(self._due.items()):
+            if self._flow.connection(peer).state in (LinkState.OPEN, LinkState.GONE):
+                self._forget(peer)
+            elif now >= due:
+                self._due[peer] = math.inf
+                # A thread for each, as one that cannot be reached takes long.
+                if not start_thread(partial(self._look_up, peer), "decent_dp-dial", self._on_error):
+                    self._try_again(peer)
+        deadlines = (attempt.deadline for attempt in [*self._attempts.values(), *self._visits])
+        return min([*self._due.values(), *deadlines], default=math.inf)
+
+    def _forget(self, peer: int) -> None:
+        del self._due[peer]
+        self._pauses.pop(peer, None)
+        self._failed_at.pop(peer, None)
+        self.cancel(peer)
+
+    def _look_up(self, peer: int) -> None:
+        incarnation = self._flow.connection(peer).incarnation
+        outcome: Callable[[], None]
+        try:
+            outcome = partial(self._dial, peer, incarnation, self._find(peer, incarnation))
+        except (OSError, RuntimeError) as error:
+            outcome = partial(self._failed, peer, error)
+        with contextlib.suppress(RuntimeError):  # the transport was closed in the meantime
+            self._call(outcome)
+
+    def _dial(self, peer: int, incarnation: int, target: Target) -> None:
+        link = self._flow.connection(peer)
+        if link.state in (LinkState.OPEN, LinkState.GONE) or link.incarnation != incarnation:
+            self._try_again(peer)
+            return
+        attempt = Attempt(
+            peer, target, time.monotonic() + self.timeout, partial(self._connected, peer), partial(self._failed, peer)
+        )
+        self._attempts[peer] = attempt
+        self._start(attempt, self._identity, (CONTROL, BULK))
+
+    def visit(self, attempt: Attempt, identity: Identity, plane: int) -> None:
+        """Connects a process that is no worker yet."""
+        self._visits.append(attempt)
+        self._start(attempt, identity, (plane,))
+
+    def _start(self, attempt: Attempt, identity: Identity, planes: Sequence[int]) -> None:
+        name = secrets.token_bytes(16)
+        curve = self._curve if attempt.target.key else None
+        keys = self._curve.public + attempt.target.key if curve else b""
+        # Whose key it is can be looked up with what the routing id says.
+        own = b"%d|%d|" % (self._identity.rank, self._identity.incarnation)
+        try:
+            for plane in planes:
+                # Heartbeats wait behind the frame that is being written: they go where no data do.
+                beats = None if plane == BULK else self.dead_after
+                routing_id = own + name.hex().encode() + b"|%d" % plane
+                breaks = self._flow.tolerant or identity.rank == GUEST
+                socket = self._sockets.dial(
+                    attempt.target.endpoint, routing_id, curve, attempt.target.key, beats, breaks=breaks
+                )
+                channel = Channel(socket, plane)
+                end = End(channel, Dialled(identity, self._secret, attempt.peer, plane, name, keys), attempt)
+                attempt.ends.append(end)
+                self._poll.watch(socket, end)
+        except zmq.ZMQError as error:
+            self._end(attempt, OSError(error.errno, str(error)))
+
+    # -- what happens to an attempt -------------------------------------------------------------------------------------
+
+    def happened(self, end: End, event: Event) -> None:
+        if end.attempt.over:
+            return
+        if event.kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            end.channel.socket.zmq.get(zmq.EVENTS)  # else a socket looks for new connections once in a millisecond
+            end.channel.send(pack(HELLO, flags=1), end.dialled.hello)
+        elif event.is_end:
+            failed = event.kind in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+            what = (
+                "it does not accept the key of this worker, or has another one itself" if failed else "it closed the connection"
+            )
+            self._end(end.attempt, GreetingError(f"worker {end.attempt.peer} cannot be greeted: {what}"))
+
+    def heard(self, end: End, header: Header, body: bytes) -> None:
+        attempt = end.attempt
+        if attempt.over:
+            return
+        try:
+            if header.kind == HELLO and header.flags == 2:
+                end.channel.send(pack(HELLO, flags=3), end.dialled.prove(body))
+                attempt.challenged = True
+            elif (header.kind == HELLO and header.flags == 4) or header.kind == REFUSED:
+                end.welcome = end.dialled.accept(body)
+                self._poll.pause(end.channel.socket)  # what follows is for an open link
+                if all(other.welcome is not None for other in attempt.ends):
+                    self._open(attempt)
+        except GreetingError as error:
+            self._end(attempt, error)
+
+    def _open(self, attempt: Attempt) -> None:
+        [identity, *others] = {end.welcome for end in attempt.ends if end.welcome is not None}
+        if others:
+            self._end(attempt, GreetingError(f"two processes answer at the address of worker {attempt.peer}"))
+            return
+        self._over(attempt)
+        channels = [end.channel for end in attempt.ends]
+        attempt.opened(identity, channels)
+        for channel in channels:
+            if not channel.socket.zmq.closed:
+                self._poll.resume(channel.socket, channel)
+
+    def _over(self, attempt: Attempt) -> None:
+        attempt.over = True
+        if attempt in self._visits:
+            self._visits.remove(attempt)
+        if self._attempts.get(attempt.peer) is attempt:
+            del self._attempts[attempt.peer]
+
+    def _end(self, attempt: Attempt, error: Exception | None) -> None:
+        if attempt.over:
+            return
+        self._over(attempt)
+        for end in attempt.ends:
+            self._poll.forget(end.channel.socket)
+        if error is not None:
+            attempt.failed(error)
+
+    def cancel(self, peer: int) -> None:
+        """There is a connection, which the peer has made."""
+        if peer in self._attempts:
+            self._end(self._attempts[peer], None)
+
+    def is_through(self, peer: int) -> bool:
+        """Whether the peer has answered an attempt that goes on."""
+        return peer in self._attempts and self._attempts[peer].challenged
+
+    def close(self) -> None:
+        for attempt in [*self._attempts.values(), *self._visits]:
+            self._end(attempt, ConnectionError("the transport was closed"))
+
+    # -- the outcome ------------------------------------------------------------------------------------------------------
+
+    def _connected(self, peer: int, other: Identity, channels: list[Channel]) -> None:
+        link = self._flow.connection(peer)
+        self._due[peer] = time.monotonic() + _LAST  # if this one is lost at once
+        self._failed_at.pop(peer, None)
+        is_same = link.uid in (b"", other.uid) and link.incarnation == other.incarnation
+        if link.state in (LinkState.OPEN, LinkState.GONE) or not is_same:
+            for channel in channels:
+                self._poll.forget(channel.socket)
+            return
+        self._flow.open(link, other.uid, *channels)
+
+    def _try_again(self, peer: int) -> None:
+        self._pauses[peer] = min(2 * self._pauses.get(peer, _FIRST / 2), _LAST)
+        self._due[peer] = time.monotonic() + self._pauses[peer]
+
+    def _failed(self, peer: int, error: Exception) -> None:
+        link = self._flow.connection(peer)
+        self.replaced |= isinstance(error, ReplacedError)
+        _log.debug("worker %d cannot be reached: %s", peer, error)
+        self._try_again(peer)
+        if link.state is LinkState.OPEN or CROSSING in str(error):
+            return
+        is_refused = isinstance(error, UnreachableError) and error.is_refused
+        if self._flow.tolerant:
+            self._note_failure(link, is_refused=is_refused, is_greeting=isinstance(error, (GreetingError, TimeoutError)))
+            return
+        # A worker that is there, and cannot be reached from here, may get through itself.
+        since = self._failed_at.setdefault(peer, time.monotonic())
+        may_come = isinstance(error, UnreachableError) and not link.network.local and time.monotonic() - since < _GRACE
+        if not may_come:
+            self._due.pop(peer, None)
+            self._refused(peer, error)
+
+    def _note_failure(self, link: WireLink, *, is_refused: bool, is_greeting: bool) -> None:
+        if is_refused and link.network.local:
+            self._flow.give_up(link, "nobody listens at its address")
+        elif is_refused and link.state is LinkState.BROKEN:
+            # Its process has ended, or a firewall answers in its place: it counts as dead sooner than one that is silent.
+            if not link.refused:
+                ago = (1 - _ENDED) * (self._flow.dead_after or 0.0)
+                link.heard = min(link.heard, time.monotonic() - ago)
+            link.refused = True
+        elif link.state is LinkState.NEW and (not is_greeting or self._goes_first(link.peer)):
+            link.enter(LinkState.BROKEN)
+            link.heard = link.since

@@ -1,0 +1,677 @@
+"""Which bytes go next, and what becomes of a message that came.
+
+The order of messages on a link decides when a bucket can be mixed. So a receiver wants bytes of the earliest exchange first
+(``messages``), and a sender hands no more to libzmq than is wanted, the earliest exchange first. What is wanted and has not
+arrived is bounded by time: about half a second of what the peer was seen to send. So an earlier round can overtake, and the
+queue at a slow link stays short. Fast links get whole messages at once, as each turn of this thread may wait for the
+interpreter.
+
+Connections inside a node and connections to other nodes do not share a link: each kind has its own order and window.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import heapq
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import zmq
+from torch.autograd import profiler
+
+from decent_dp.errors import WireError
+from decent_dp.transport.link import Key, Link, LinkState, Message, Priority, Receiving, Sending
+from decent_dp.transport.messages import (
+    ACK,
+    ASK,
+    ASKS,
+    BEAT,
+    BLOCK,
+    BLOCKS,
+    CALL,
+    DATA,
+    GOT,
+    HEADER_BYTES,
+    LARGEST_FRAME,
+    OFFERS,
+    PAUSES,
+    START,
+    VOTE,
+    Header,
+    check_size,
+    pack,
+)
+from decent_dp.transport.settlement import Settlement
+from decent_dp.transport.sockets import SILENT, Socket
+from decent_dp.transport.votes import Vote
+
+__all__ = ["Channel", "Flow", "WireLink"]
+
+_log = logging.getLogger(__name__)
+
+# Messages of at most so many bytes are wanted as a whole at once: waiting would take longer than the message.
+_SMALL = 2**14
+# Seconds of a peer's rate that are wanted ahead: what a shaped link queues, 0.1 s and more, and a few turns of both threads.
+_AHEAD = 0.5
+# Bytes that are wanted ahead of a peer whose rate is not known, and at least.
+_UNKNOWN, _LEAST = 2**19, 2**17
+# From the peers of a group a chunk of each, so that one that is busy with others does not keep the rest waiting, up to 3 MiB
+# (docs/log.md, 2026-11-26, "'complete' over slow links").
+_OF_MANY, _MANY = 2**18, 12
+# Bytes of a frame, a fourth of what is wanted, are at least this: a frame is never sent in part, and each costs a turn.
+_SMALLEST_FRAME = 2**16
+# Frames below this are copied by pyzmq; the memory of others is lent to libzmq.
+_COPIED = 2**16
+# Frames that are handed to libzmq before the thread looks for what has come.
+_FRAMES = 16
+# A link is full of messages to a peer while so many bytes have not arrived there, and some did within so many seconds.
+_FULL, _RECENTLY = 2**16, 0.5
+# Seconds over which a rate is measured, without those between messages.
+_INTERVAL = 0.05
+# STARTs of exchanges to come that are kept of one peer.
+_MOST_AHEAD = 2**16
+_NO_RANGE = contextlib.nullcontext()
+
+
+class Rate:
+    """Bytes per second, while bytes are due; 0 before the first measurement."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._from, self._bytes = 0.0, 0
+
+    def begin(self, now: float) -> None:
+        """Bytes are due from now on."""
+        self._from, self._bytes = now, 0
+
+    def count(self, amount: int, now: float) -> None:
+        self._bytes += amount
+        if now - self._from >= _INTERVAL:
+            # Intervals in which there was nothing to move say little: an old rate is given up slowly.
+            self.value = max(self._bytes / (now - self._from), 0.9 * self.value)
+            self.begin(now)
+
+
+@dataclass(eq=False)
+class Network:
+    """The links inside this node, or all to other nodes.
+
+    Attributes:
+        local: within a node, where nothing is scarce.
+        sendings: those with something to send, a heap by priority.
+        wanted: receivings that are offered and not wanted in full, sorted by priority.
+        outstanding: bytes that are wanted and have not arrived, of those that are offered.
+        waiting: the message of highest priority waits until another peer has its bytes.
+    """
+
+    local: bool
+    sendings: list[tuple[Priority, Sending]] = field(default_factory=list)
+    wanted: list[tuple[Priority, Receiving]] = field(default_factory=list)
+    outstanding: int = 0
+    coming: Rate = field(default_factory=Rate)
+    waiting: bool = False
+
+    def space(self, link: WireLink, sources: int) -> int:
+        """Bytes that may be wanted of a peer's link now."""
+        if self.local:
+            return 2**62
+        most = max(_UNKNOWN, _OF_MANY * min(sources, _MANY), int(_AHEAD * self.coming.value))
+        return min(link.window - link.outstanding, most - self.outstanding)
+
+    def must_wait(self, sending: Sending, links: Iterable[WireLink]) -> bool:
+        """Whether a message has to wait because the link is full of messages to another peer in an earlier round.
+
+        The peer of the later round may have wanted it long ago, because it has nothing else to do. The kernel would give each
+        half of the link, and the earlier exchange, for which both its members wait, would take twice as long. Messages of
+        groups, which have steps, do not wait: one to another peer mostly uses a part of the link that is free.
+        """
+        others = (other for other in links if other.network is self and other.peer != sending.peer)
+        self.waiting = not (self.local or sending.step) and any(other.is_full_before(sending.key[0]) for other in others)
+        return self.waiting
+
+
+@dataclass(eq=False)
+class Channel:
+    """One connection of ZeroMQ.
+
+    Attributes:
+        plane: of ``hello``.
+        routing_id: at a socket that listens; empty at one that dials.
+        descriptor: of the connection, at a socket that listens.
+        link: whose it is, once it is open.
+    """
+
+    socket: Socket
+    plane: int
+    routing_id: bytes = b""
+    descriptor: int = -1
+    link: WireLink | None = None
+
+    def send(self, header: bytes, body: memoryview | bytes = b"") -> None:
+        """Nothing is sent, without an error, on a connection that is lost: its end is told otherwise."""
+        stream = self.socket.zmq
+        try:
+            if self.routing_id:
+                stream.send(self.routing_id, zmq.SNDMORE | zmq.NOBLOCK)
+            if not len(body):
+                stream.send(header, zmq.NOBLOCK)
+            else:
+                stream.send(header, zmq.SNDMORE | zmq.NOBLOCK)
+                stream.send(body, zmq.NOBLOCK, copy=len(body) < _COPIED)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+
+
+class WireLink(Link):
+    """The link to one peer, with its two connections while it is open."""
+
+    def __init__(self, peer: int, network: Network) -> None:
+        super().__init__(peer)
+        self.network = network
+        self.control: Channel | None = None
+        self.bulk: Channel | None = None
+        self.outstanding = 0
+        self.coming = Rate()
+        # STARTs of exchanges in which this worker is not yet.
+        self.early: dict[Key, Header] = {}
+
+    def has_begun(self, key: Key) -> bool:
+        return key in self.early
+
+    @property
+    def window(self) -> int:
+        rate = self.coming.value
+        return max(_LEAST, int(_AHEAD * rate)) if rate else _UNKNOWN
+
+    def count_wanted(self, amount: int) -> None:
+        """Bytes were wanted; negative: have come, or are wanted no more."""
+        now = time.monotonic()
+        for of in (self.network, self):
+            if of.outstanding == 0 and amount > 0:
+                of.coming.begin(now)
+            of.outstanding += amount
+
+    def is_full_before(self, round_: int) -> bool:
+        """Whether messages of rounds before this one are on their way and there is more of them to come."""
+        if time.monotonic() - self.moved > _RECENTLY:
+            return False
+        # They are added round by round.
+        earliest = next((sending for sending in self.sendings.values() if sending.written < sending.size), None)
+        return earliest is not None and earliest.key[0] < round_ and earliest.written - earliest.arrived > _FULL
+
+
+class Flow:
+    """What moves over the links of one worker. Used by the transport's thread alone.
+
+    Args:
+        rank: this worker's.
+        local: the workers that share this one's network stack.
+        on_note: called with the peer, the key and the bytes of a CALL or a BLOCK.
+        on_open: called with the peer when there is a connection, perhaps in place of a lost one.
+        hang_up: closes the connections of a link.
+
+    Attributes:
+        dead_after: as of ``Tolerate``; None where faults are errors.
+        round: the one in which this worker is; -1 before the first. ``first_bucket``: of those in use.
+        paused: this worker makes no rounds at present.
+        epoch: the number of the newest one that this worker knows.
+        reconnects: connections that were made in place of lost ones.
+        dropped: messages that came and were not asked for.
+        settlement: of the exchanges with verdicts.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        local: frozenset[int],
+        on_note: Callable[[int, Key, bytes], None],
+        on_open: Callable[[int], None],
+        hang_up: Callable[[WireLink], None],
+    ) -> None:
+        self._rank, self._local = rank, local
+        self._on_note, self._on_open, self._hang_up = on_note, on_open, hang_up
+        self._networks = {local: Network(local) for local in (True, False)}
+        self._order = itertools.count()
+        self.connections: dict[int, WireLink] = {}
+        self.dead_after: float | None = None
+        self.round, self.first_bucket, self.paused, self.epoch = -1, 0, False, 0
+        self.reconnects = self.dropped = 0
+        self.settlement = Settlement(self)
+
+    @property
+    def tolerant(self) -> bool:
+        """Whether a lost connection is made again, and exchanges end with a verdict."""
+        return self.dead_after is not None
+
+    def connection(self, peer: int) -> WireLink:
+        if peer not in self.connections:
+            self.connections[peer] = WireLink(peer, self._networks[peer in self._local])
+        return self.connections[peer]
+
+    def open(self, link: WireLink, uid: bytes, control: Channel, bulk: Channel) -> None:
+        """Uses connections to a process of the peer, which has proven who it is."""
+        link.uid, link.control, link.bulk = uid, control, bulk
+        control.link = bulk.link = link
+        link.enter(LinkState.OPEN)
+        link.heard, link.refused = link.since, False
+        link.coming = Rate()  # it may take another, slower route
+        if self.tolerant:
+            self.reconnects += link.lost is not None
+            link.lost = None
+            self.settlement.repeat(link)
+            for note in (note for notes in link.notes.values() for note in notes):
+                control.send(note[:HEADER_BYTES], note[HEADER_BYTES:])
+        for receiving in list(link.receivings.values()):
+            self._begin(link, receiving)
+        for sending in list(link.sendings.values()):
+            self.queue(sending)
+        self._on_open(link.peer)
+
+    def renew(self, peer: int, incarnation: int, start: int) -> None:
+        """Another process is this peer now, from round ``start`` on. It counts as one that was connected just now."""
+        self.give_up(self.connection(peer), "another process has taken its place")
+        link = WireLink(peer, self._networks[peer in self._local])
+        link.incarnation, link.start = incarnation, start
+        link.enter(LinkState.BROKEN)
+        link.heard = link.since
+        self.connections[peer] = link
+
+    @property
+    def waiting(self) -> bool:
+        """A message waits for others to arrive; if their peer stops, no event tells it."""
+        return self._networks[False].waiting
+
+    def go_on(self) -> bool:
+        """Asks for what may come, and sends what may go, now. Returns whether there is more to send."""
+        for network in self._networks.values():
+            self._want_more(network)
+        more = False
+        for network in self._networks.values():
+            left = _FRAMES
+            while left and self._send_next(network):
+                left -= 1
+            more |= not left
+        return more
+
+    def _admit(self, message: Message) -> WireLink | None:
+        """The link of a new message; None if the message is done, or has failed, already."""
+        link = self.connection(message.peer)
+        if message.size == 0:
+            message.done()
+        elif link.closed is not None:
+            message.failed(link.cause or ConnectionError(link.closed))
+        else:
+            message.order = next(self._order)
+            return link
+        return None
+
+    # -- receiving ----------------------------------------------------------------------------------------------------
+
+    def add_receiving(self, receiving: Receiving) -> None:
+        link = self._admit(receiving)
+        if link is None:
+            return
+        link.receivings[receiving.key] = receiving
+        self._forget_before(link, receiving.key)
+        early = link.early.get(receiving.key)
+        if early is not None and early.flags & OFFERS:
+            receiving.offered = True
+            if not _is_mutual(receiving.key):
+                del link.early[receiving.key]
+        if link.state is LinkState.OPEN:
+            self._begin(link, receiving)
+
+    def _begin(self, link: WireLink, receiving: Receiving) -> None:
+        """Asks for a message, or for the rest of it on a new connection."""
+        if receiving.size <= _SMALL:
+            self._want(link, receiving, receiving.size)
+            return
+        if receiving.offered:
+            bisect.insort(link.network.wanted, (receiving.priority, receiving))
+            self._want_more(link.network)
+        if _is_mutual(receiving.key) and receiving.granted == receiving.received:
+            # It says that this worker is in the exchange. Of the first message the peer may send the beginning once it is, too.
+            is_first = not any(r.granted > r.received for r in link.receivings.values())
+            window = min(receiving.size, receiving.received + (2**62 if link.network.local else link.window))
+            self._want(link, receiving, window if is_first and not receiving.offered else receiving.granted)
+
+    def _want(self, link: WireLink, receiving: Receiving, upto: int) -> None:
+        if receiving.offered and receiving.size > _SMALL:
+            link.count_wanted(upto - receiving.granted)
+        receiving.granted = upto
+        self._start(link, receiving)
+
+    def _start(self, link: WireLink, receiving: Receiving) -> None:
+        if link.control is not None:
+            flags = OFFERS if _is_mutual(receiving.key) else 0
+            link.control.send(pack(START, receiving.key, flags, receiving.received, receiving.granted, receiving.size))
+
+    def _want_more(self, network: Network) -> None:
+        i = 0
+        while i < len(network.wanted):
+            receiving = network.wanted[i][1]
+            link = self.connections[receiving.peer]
+            left = receiving.size - receiving.granted
+            space = network.space(link, receiving.sources)
+            if space < min(left, (link.window if not network.local else left) // 4):
+                return
+            self._want(link, receiving, receiving.granted + min(left, space))
+            if receiving.granted == receiving.size:
+                del network.wanted[i]
+            else:
+                i += 1
+
+    def _offered(self, link: WireLink, receiving: Receiving) -> None:
+        """The peer has the message, or is in the exchange."""
+        if not receiving.offered:
+            receiving.offered = True
+            if receiving.size > _SMALL:
+                if receiving.granted > receiving.received:
+                    link.count_wanted(receiving.granted - receiving.received)
+                if receiving.granted < receiving.size:
+                    bisect.insort(link.network.wanted, (receiving.priority, receiving))
+
+    def memory_for(self, link: WireLink, header: Header) -> memoryview | None:
+        """Where the body of a DATA message goes; None: it is not wanted any more.
+
+        Raises:
+            WireError: the peer has got out of step.
+        """
+        receiving = link.receivings.get(header.key)
+        if receiving is None:
+            self.dropped += 1
+            return None
+        check_size(self._rank, link.peer, header.key, header.size, receiving.size)
+        begin, end = header.first, header.first + header.second
+        if end <= receiving.received:
+            self.dropped += 1
+            return None
+        if begin != receiving.received or end > receiving.granted:
+            raise WireError(
+                f"worker {link.peer} sent bytes {begin} to {end} of round {header.key[0]}, bucket {header.key[1]} (slot "
+                f"{header.key[2]}), which were not due. The workers have got out of step; start them together from one "
+                "installation."
+            )
+        return receiving.memory[begin:end]
+
+    def arrived(self, link: WireLink, header: Header) -> None:
+        """A part of a message was written to its memory."""
+        receiving, length = link.receivings[header.key], header.second
+        self._hear_round(link, header)
+        self.settlement.join(link, header.key)
+        self._offered(link, receiving)
+        receiving.received += length
+        link.moved = time.monotonic()
+        if receiving.size > _SMALL:
+            link.count_wanted(-length)
+        for rate in (link.coming, link.network.coming):
+            rate.count(length, link.moved)
+        if receiving.received == receiving.size:
+            del link.receivings[receiving.key]
+            if not self.tolerant:
+                self._start(link, receiving)  # the sender may use its memory again
+            receiving.done()
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def add_sending(self, sending: Sending) -> None:
+        link = self._admit(sending)
+        if link is None:
+            return
+        link.sendings[sending.key] = sending
+        self._forget_before(link, sending.key)
+        early = link.early.pop(sending.key, None)
+        if early is not None:
+            try:
+                self._wanted(link, sending, early)
+            except WireError as error:
+                self.fail(link, error)
+        self.queue(sending)
+
+    def queue(self, sending: Sending) -> None:
+        """Queues a message of which there is something to send, and offers it, once, if its key is of one direction alone."""
+        link = self.connection(sending.peer)
+        if link.sendings.get(sending.key) is not sending:
+            return  # not added yet, or cancelled
+        if not sending.offered and sending.ready > 0 and link.control is not None:
+            sending.offered = True
+            if sending.size > _SMALL and not _is_mutual(sending.key):
+                link.control.send(pack(START, sending.key, OFFERS, size=sending.size))
+        if self.tolerant and sending.ready == sending.size:
+            self.settlement.vote_if_complete(link, sending.key[1])
+        if sending.sendable and not sending.queued:
+            sending.queued = True
+            heapq.heappush(link.network.sendings, (sending.priority, sending))
+
+    def _wanted(self, link: WireLink, sending: Sending, header: Header) -> None:
+        had, upto = header.first, header.second
+        check_size(self._rank, link.peer, sending.key, header.size, sending.size)
+        if not had <= upto <= sending.size:
+            raise WireError(f"worker {link.peer} wants bytes {had} to {upto} of a message of {sending.size}")
+        if not sending.granted:
+            sending.written = had  # the rest of it, on a new connection
+        if had > sending.arrived:
+            link.moved = time.monotonic()
+        sending.arrived, sending.granted = max(sending.arrived, had), max(sending.granted, upto)
+        if had == sending.size and not self.tolerant:
+            del link.sendings[sending.key]
+            sending.done()
+        else:
+            self.queue(sending)
+
+    def _send_next(self, network: Network) -> bool:
+        """Sends a frame of the message of highest priority. Returns whether there was one."""
+        network.waiting = False
+        while network.sendings:
+            sending = network.sendings[0][1]
+            link = self.connections[sending.peer]
+            # It has not failed with an earlier connection.
+            if sending.sendable and link.sendings.get(sending.key) is sending and link.bulk is not None:
+                if network.must_wait(sending, self.connections.values()):
+                    return False
+                self._send_frame(link, link.bulk, sending)
+                return True
+            heapq.heappop(network.sendings)
+            sending.queued = False
+        return False
+
+    def _send_frame(self, link: WireLink, bulk: Channel, sending: Sending) -> None:
+        frame = LARGEST_FRAME
+        if not link.network.local:
+            frame = min(max((sending.granted - sending.arrived) // 4, _SMALLEST_FRAME), frame)
+        begin, end = sending.written, min(sending.ready, sending.granted, sending.written + frame)
+        header = pack(DATA, sending.key, 0, begin, end - begin, sending.size)
+        # A range for the profiler costs as much as the call, so there is one only while a profiler runs.
+        with profiler.record_function("decent_dp.send") if profiler._is_profiler_enabled else _NO_RANGE:
+            bulk.send(header, sending.memory[begin:end])
+        sending.written = end
+        link.moved = time.monotonic()
+
+    def recall(self, link: Link, sending: Sending) -> None:
+        """The memory of a message in doubt is the caller's from now on. libzmq may still read it, and the peer must not get
+        what is written there next: the connection is made anew."""
+        if sending.written > sending.arrived and link.state is LinkState.OPEN:
+            self.lose(self.connection(link.peer), "a message was given up")
+
+    def cancel(self, link: Link, receiving: Receiving, sending: Sending) -> None:
+        """From now on the memory of these messages is the caller's: what is on the way is dropped when it comes."""
+        assert isinstance(link, WireLink)
+        if link.receivings.get(receiving.key) is receiving:
+            del link.receivings[receiving.key]
+            self._want_nothing(link, receiving)
+        if link.sendings.get(sending.key) is sending:
+            del link.sendings[sending.key]
+            sending.ready = sending.written  # it is not sendable any more
+
+    def _want_nothing(self, link: WireLink, receiving: Receiving) -> None:
+        if receiving.offered and receiving.size > _SMALL:
+            link.count_wanted(receiving.received - receiving.granted)
+        link.network.wanted = [entry for entry in link.network.wanted if entry[1] is not receiving]
+
+    # -- control ------------------------------------------------------------------------------------------------------
+
+    def hear(self, link: WireLink, header: Header, body: bytes) -> None:
+        """A message came over the control connection, or a BLOCK over the other.
+
+        Raises:
+            WireError: the peer has got out of step.
+        """
+        kind, key = header.kind, header.key
+        if kind in (CALL, BLOCK):
+            self._on_note(link.peer, key, body)
+            return
+        self._hear_round(link, header)
+        if kind == START:
+            self.settlement.join(link, key)
+            self._hear_start(link, header)
+        elif kind == BEAT:
+            link.paused = bool(header.flags & PAUSES)
+            link.epoch = max(link.epoch, header.epoch)
+            if header.flags & ASKS:
+                self.beat(link)
+        elif kind == VOTE and header.flags == ASK:
+            self.settlement.answer(link, key[0], key[1])
+        elif kind == VOTE:
+            _bound(link, key[1])
+            self.settlement.hear(link, Vote(key[0], key[1], header.flags == GOT))
+
+    def _hear_start(self, link: WireLink, header: Header) -> None:
+        key, is_offer = header.key, bool(header.flags & OFFERS)
+        receiving = link.receivings.get(key) if is_offer else None
+        sending = link.sendings.get(key) if _is_mutual(key) or not is_offer else None
+        if receiving is not None:
+            self._offered(link, receiving)
+        if sending is not None:
+            self._wanted(link, sending, header)
+        if (sending if _is_mutual(key) or not is_offer else receiving) is None:
+            _bound(link, len(link.early))
+            link.early[key] = header
+
+    def _hear_round(self, link: WireLink, header: Header) -> None:
+        # What is of earlier buckets belongs to a state that was replaced.
+        if header.key[1] >= self.first_bucket:
+            link.round = max(link.round, header.key[0])
+
+    def _forget_before(self, link: WireLink, key: Key) -> None:
+        """Forgets STARTs of earlier rounds of a bucket, which both ends have passed: some may never be used.
+
+        Where no exchange is dropped, each is used; that of a group that waits for memory after those of later rounds.
+        """
+        if len(link.early) >= 2 and self.tolerant:
+            for early in [early for early in link.early if early[1:] == key[1:] and early[0] < key[0]]:
+                del link.early[early]
+
+    def send_note(self, peer: int, key: Key, text: bytes) -> None:
+        """Sends a few bytes that are not asked for."""
+        link = self.connection(peer)
+        is_hint = key[1] < ACK
+        if self.tolerant and is_hint and link.state is not LinkState.GONE:  # the control plane sends its own again
+            link.keep_note(key[1], pack(CALL, key) + text)
+        channel = link.bulk if key[1] == BLOCKS else link.control
+        if channel is not None:
+            channel.send(pack(BLOCK if key[1] == BLOCKS else CALL, key), text)
+
+    def say(self, link: Link, word: int, key: Key) -> None:
+        """Sends a vote, or asks for one."""
+        assert isinstance(link, WireLink)
+        if link.control is not None:
+            link.control.send(pack(VOTE, key, word))
+
+    def begin(self, bucket: int) -> None:
+        """Rounds count from now on for buckets from this number on."""
+        self.first_bucket, self.round = bucket, -1
+        for link in self.connections.values():
+            link.forget_rounds()
+
+    def beat(self, link: Link, *, ask: bool = False) -> None:
+        """Says in which round and epoch this worker is; ``ask``: and asks for it."""
+        assert isinstance(link, WireLink)
+        if link.control is not None:
+            flags = (ASKS if ask else 0) | (PAUSES if self.paused else 0)
+            link.control.send(pack(BEAT, (max(self.round, 0), self.first_bucket, 0), flags, epoch=self.epoch))
+
+    def beat_all(self) -> None:
+        for link in self.connections.values():
+            if link.state is LinkState.OPEN:
+                self.beat(link)
+
+    # -- closing ------------------------------------------------------------------------------------------------------
+
+    def lose(self, link: WireLink, reason: str, error: BaseException | None = None) -> None:
+        """The connection was lost: where faults are tolerated it is made again, elsewhere its messages fail."""
+        if not self.tolerant:
+            self.fail(link, error or ConnectionError(reason))
+        elif link.state is LinkState.OPEN:
+            self._let_go(link)
+            link.enter(LinkState.BROKEN)
+            link.lost = reason
+            # Its heartbeats have come until then, whatever its interpreter did.
+            assert self.dead_after is not None
+            link.heard = max(link.heard, link.since - SILENT * self.dead_after)
+            if link.losses.again():
+                _log.warning(
+                    "the connection to worker %d has broken %d times within %.0f s, the last time as follows: %s. It is made "
+                    "again, and what was on its way is sent again. See what damages or cuts it: a cable, a firewall, a tunnel",
+                    link.peer,
+                    link.losses.times,
+                    math.ceil(link.losses.seconds),
+                    reason,
+                )
+
+    def give_up(self, link: WireLink, reason: str) -> None:
+        """Where faults are tolerated: the peer has left, or no process listens at its address any more."""
+        self._let_go(link)
+        link.closed = link.closed or reason
+        link.enter(LinkState.GONE)
+        self.settlement.expire(link)
+
+    def _let_go(self, link: WireLink) -> None:
+        """Closes the connections. What has arrived of messages is kept for the next ones."""
+        self._hang_up(link)
+        link.control = link.bulk = None
+        for receiving in link.receivings.values():
+            self._want_nothing(link, receiving)
+            receiving.granted, receiving.offered = receiving.received, False
+        for sending in link.sendings.values():
+            sending.granted, sending.offered = 0, False
+        link.early.clear()
+
+    def close(self, link: WireLink, reason: str) -> None:
+        self.fail(link, ConnectionError(reason))
+
+    def fail(self, link: WireLink, error: BaseException) -> None:
+        """Closes the connections, and fails all messages that need them.
+
+        Where faults are tolerated, a peer that sends what was not due costs no more than one that is gone.
+        """
+        link.closed = link.closed or str(error)
+        link.cause = link.cause or error
+        if self.tolerant and isinstance(error, WireError):
+            _log.warning("the connection to worker %d was closed for good: %s", link.peer, error)
+            self.give_up(link, str(error))
+            return
+        self._let_go(link)
+        link.enter(LinkState.GONE)
+        receivings, sendings = list(link.receivings.values()), list(link.sendings.values())
+        link.receivings.clear()
+        link.sendings.clear()
+        for message in (*receivings, *sendings):
+            message.failed(error)
+        if self.tolerant:
+            self.settlement.expire(link)
+
+
+def _is_mutual(key: Key) -> bool:
+    """Whether it is the key of two messages, one in each direction."""
+    return key[2] == 0
+
+
+def _bound(link: WireLink, ahead: int) -> None:
+    if ahead >= _MOST_AHEAD:
+        raise WireError(f"worker {link.peer} has announced {ahead} messages ahead, or one of bucket {ahead}: too many")

@@ -1,0 +1,210 @@
+"""Lets workers of this run in, and nobody else (``hello``), and asks whose key it is where connections are encrypted."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import zmq
+
+from decent_dp.transport.flow import Channel
+from decent_dp.transport.hello import VISIT, Identity, Visitor
+from decent_dp.transport.messages import HEADER_BYTES, HELLO, REFUSED, pack
+from decent_dp.transport.sockets import Event, Socket, shut_down
+from decent_dp.transport.waiter import start_thread
+
+__all__ = ["Doorman"]
+
+_log = logging.getLogger(__name__)
+
+# Seconds in which a connection must have proven itself.
+_PROVEN = 10.0
+# Connections that have said hello and proven nothing, and keys that are looked up at once, at most.
+_VISITORS, _LOOKUPS = 1024, 4
+
+
+@dataclass(eq=False)
+class _Guest:
+    """A connection that has said hello."""
+
+    visitor: Visitor
+    channel: Channel
+    since: float
+    proven: bool = field(default=False)
+
+
+class Doorman:
+    """Used by the transport's thread alone.
+
+    Args:
+        identity, secret: this worker's.
+        admit: why a worker that has proven itself is refused; None: it is welcome.
+        opened: called with a worker that is welcome and its channels (control and bulk, or that of a visit).
+        authenticator: libzmq's questions; None: nothing is encrypted.
+        known: the public keys of workers, of 32 bytes each.
+        look_up: returns the key of the process of a rank and incarnation from the store, blocking; it raises OSError or
+            RuntimeError.
+        read_events: reads what has happened to the connections of a socket (``happened``).
+        call: runs a function in the transport's thread.
+        on_error: ends this worker with an error of another thread.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        secret: bytes,
+        admit: Callable[[Identity], str | None],
+        opened: Callable[[Identity, list[Channel]], None],
+        authenticator: Any,
+        known: set[bytes],
+        look_up: Callable[[int, int], bytes],
+        read_events: Callable[[Socket], None],
+        call: Callable[[Callable[[], None]], None],
+        on_error: Callable[[Exception], None],
+    ) -> None:
+        self._identity, self._secret, self._admit, self._opened = identity, secret, admit, opened
+        self._authenticator, self._known, self._look_up = authenticator, known, look_up
+        self._read_events, self._call, self._on_error = read_events, call, on_error
+        # By descriptor: since when a connection is there that has proven nothing.
+        self._strangers: dict[int, float] = {}
+        self._guests: dict[bytes, _Guest] = {}
+        # By who dials and its attempt: what was proven of it.
+        self._halves: dict[tuple[Identity, bytes], list[_Guest]] = {}
+        self._lookups = 0
+        self._warned = False
+        self.dropped = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._strangers or self._guests)
+
+    def happened(self, event: Event) -> None:
+        if event.kind == zmq.EVENT_ACCEPTED:
+            self._strangers[event.descriptor] = time.monotonic()
+        elif event.kind == zmq.EVENT_DISCONNECTED:
+            if self._strangers.pop(event.descriptor, None) is not None:
+                self._forget([guest for guest in self._guests.values() if guest.channel.descriptor == event.descriptor])
+        elif event.kind in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
+            self._warn()
+
+    def look(self) -> None:
+        """Ends connections that have proven nothing in time."""
+        late = time.monotonic() - _PROVEN
+        for descriptor in [descriptor for descriptor, since in self._strangers.items() if since < late]:
+            del self._strangers[descriptor]
+            shut_down(descriptor)
+            self._warn()
+        self._forget([guest for guest in self._guests.values() if guest.since < late])
+
+    def _forget(self, guests: list[_Guest]) -> None:
+        for guest in guests:
+            self._guests.pop(guest.channel.routing_id, None)
+            half = (guest.visitor.worker, guest.visitor.attempt)
+            self._halves[half] = [other for other in self._halves.get(half, []) if other is not guest]
+            if not self._halves[half]:
+                del self._halves[half]
+
+    def hear(self, socket: Socket, routing_id: bytes) -> None:
+        """The rest of a message from a connection that is not open is to be read."""
+        frames: list[Any] = []
+        while socket.zmq.get(zmq.RCVMORE):
+            frames.append(socket.zmq.recv(zmq.NOBLOCK, copy=False))
+        header = frames[0].bytes if frames else b""
+        if len(frames) != 2 or len(header) != HEADER_BYTES or header[0] != HELLO:
+            self.dropped += 1
+            return
+        guest = self._guests.get(routing_id)
+        if guest is None and header[1] == 1:
+            descriptor, key = frames[0].get(zmq.SRCFD), b""
+            self._read_events(socket)  # so far the descriptor may have been another connection's
+            if descriptor not in self._strangers:
+                return  # it has ended already
+            if socket.curve is not None:
+                key = bytes.fromhex(frames[0].get("User-Id")) + socket.curve.public
+            with contextlib.suppress(ValueError):
+                visitor = Visitor(self._identity, self._secret, frames[1].bytes, key)
+                channel = Channel(socket, visitor.plane, routing_id, descriptor)
+                if len(self._guests) >= _VISITORS:
+                    self._forget([next(iter(self._guests.values()))])
+                self._guests[routing_id] = _Guest(visitor, channel, time.monotonic())
+                channel.send(pack(HELLO, flags=2), visitor.challenge)
+                return
+        elif guest is not None and header[1] == 3 and not guest.proven and guest.visitor.verify(frames[1].bytes):
+            guest.proven = True
+            self._let_in(guest)
+            return
+        self.dropped += 1
+        self._warn()
+
+    def _let_in(self, guest: _Guest) -> None:
+        worker = guest.visitor.worker
+        refusal = self._admit(worker)
+        if refusal is not None:
+            _log.debug("a connection of worker %d was refused: %s", worker.rank, refusal)
+            guest.channel.send(pack(REFUSED), guest.visitor.answer(refusal))
+            self._forget([guest])
+            return
+        half = self._halves.setdefault((worker, guest.visitor.attempt), [])
+        half.append(guest)
+        if guest.visitor.plane != VISIT and len({other.visitor.plane for other in half}) < 2:
+            return
+        guests = sorted(half, key=lambda other: other.visitor.plane)
+        self._forget(list(half))
+        for other in guests:
+            self._strangers.pop(other.channel.descriptor, None)
+            other.channel.send(pack(HELLO, flags=4), other.visitor.answer(None))
+        self._opened(worker, [other.channel for other in guests])
+
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "a connection was closed because it did not greet as a worker of this run does: see which machines reach the "
+                "ports of its workers (docs/security.md). More of them are not logged."
+            )
+
+    # -- keys -------------------------------------------------------------------------------------------------------------
+
+    def authenticate(self) -> None:
+        """Answers what libzmq asks."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                frames = self._authenticator.recv_multipart(zmq.NOBLOCK)
+                if len(frames) == 9:
+                    self._judge(frames)
+
+    def _judge(self, frames: list[bytes]) -> None:
+        sender, _, _, request, _, _, routing_id, mechanism, key = frames
+        rank, _, rest = routing_id.partition(b"|")
+        incarnation = rest.partition(b"|")[0]
+        if mechanism != b"CURVE" or key in self._known:
+            self._answer(sender, request, key, is_known=mechanism == b"CURVE")
+        elif self._lookups < _LOOKUPS and rank.isdigit() and incarnation.isdigit() and len(routing_id) < 128:
+            self._lookups += 1
+            look_up = partial(self._ask_the_store, int(rank), int(incarnation), key, sender, request)
+            if not start_thread(look_up, "decent_dp-keys", self._on_error):
+                self._found(sender, request, key, is_known=False)
+        else:
+            self._answer(sender, request, key, is_known=False)
+
+    def _ask_the_store(self, rank: int, incarnation: int, key: bytes, sender: bytes, request: bytes) -> None:
+        is_known = False
+        with contextlib.suppress(OSError, RuntimeError):
+            is_known = self._look_up(rank, incarnation) == key
+        with contextlib.suppress(RuntimeError):  # the transport was closed
+            self._call(partial(self._found, sender, request, key, is_known=is_known))
+
+    def _found(self, sender: bytes, request: bytes, key: bytes, *, is_known: bool) -> None:
+        self._lookups -= 1
+        if is_known:
+            self._known.add(key)
+        self._answer(sender, request, key, is_known=is_known)
+
+    def _answer(self, sender: bytes, request: bytes, key: bytes, *, is_known: bool) -> None:
+        says = (b"200", b"OK", key.hex().encode()) if is_known else (b"400", b"no key of this run", b"")
+        self._authenticator.send_multipart([sender, b"", b"1.0", request, *says, b""], zmq.NOBLOCK)

@@ -1,0 +1,121 @@
+"""The protocol between two workers: messages of ZeroMQ over two connections, control and bulk, that are each used both ways.
+
+A message is a header of fixed length (``pack``) and, for some kinds, a body in a frame of its own. Any of them may be repeated.
+
+| kind | over | who sends it when | a repetition |
+|---|---|---|---|
+| HELLO | both | the dialling worker first, then both in turn: who they are (``hello``) | is refused |
+| REFUSED | both | the listening worker: why there will be no connection | changes nothing |
+| BEAT | control | both, regularly and when asked: round, epoch, paused | replaces the one before |
+| START | control | a receiver: what it has of a message and how far it wants it; a sender: that there is one | replaces it |
+| DATA | bulk | the sender of a message that is wanted: a part of it | is dropped |
+| VOTE | control | both, about an exchange: GOT, DROP, or ASK for the other's (``votes``) | changes nothing |
+| CALL | control | both: a few bytes of an agreement or of a collective, for its key | is dropped there |
+| BLOCK | bulk | both: bytes of a collective | is dropped there (``courier``) |
+| STATE | bulk | a process that joins and its host: the bytes of a stream, or how many were read | cannot come |
+| BYE | control | a worker that leaves; the other one answers with it, and both close | changes nothing |
+
+A message of an exchange is identified by its ``Key``. The receiver opens the flow: it wants bytes of the earliest exchange
+first, and never more than a window ahead. So a worker that is ahead does not fill its peer's link with its next round. In an
+exchange of two each START also says that its sender is in the exchange, with a message of its own. What was not asked for is
+dropped, and counted.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from decent_dp.errors import WireError
+from decent_dp.transport.link import Key
+
+__all__ = [
+    "ACK",
+    "AGREEMENT",
+    "ASK",
+    "ASKS",
+    "BEAT",
+    "BLOCK",
+    "BLOCKS",
+    "BYE",
+    "CALL",
+    "DATA",
+    "DROP",
+    "GOT",
+    "HEADER_BYTES",
+    "HELLO",
+    "LARGEST_FRAME",
+    "OFFERS",
+    "PAUSES",
+    "REFUSED",
+    "START",
+    "STATE",
+    "VERSION",
+    "VOTE",
+    "Header",
+    "check_size",
+    "pack",
+    "unpack",
+]
+
+VERSION = 7
+HELLO, REFUSED, BEAT, START, DATA, VOTE, CALL, BLOCK, STATE, BYE = range(1, 11)
+# Flags of a VOTE.
+GOT, DROP, ASK = 6, 7, 8
+# Flags of a BEAT: the sender wants one in return; it makes no rounds at present. Flag of a START: the sender of the START has
+# this message, or one of its own with the same key, for the other.
+ASKS, PAUSES, OFFERS = 1, 2, 1
+# In place of a bucket: an agreement's message; a block of a collective, whose number is in place of a round and whose own
+# number is the slot; how many blocks have come.
+ACK, BLOCKS, AGREEMENT = range(2**32 - 3, 2**32)
+# Bytes of a frame's body, at most. A call of the control plane has a byte per block of a bucket.
+LARGEST_FRAME = 2**20
+
+# Kind, flags, version, epoch; round, bucket, slot; three numbers: of START the bytes had and wanted, of DATA the offset and the
+# length, and of both the size of the whole message.
+_HEADER = struct.Struct("<BBHIqIIQQQ")
+HEADER_BYTES = _HEADER.size
+
+
+class Header(NamedTuple):
+    """What ``pack`` has packed."""
+
+    kind: int
+    flags: int
+    epoch: int
+    key: Key
+    first: int
+    second: int
+    size: int
+
+
+def pack(
+    kind: int, key: Key = (0, 0, 0), flags: int = 0, first: int = 0, second: int = 0, size: int = 0, *, epoch: int = 0
+) -> bytes:
+    return _HEADER.pack(kind, flags, VERSION, epoch, *key, first, second, size)
+
+
+def unpack(header: bytes, peer: int) -> Header:
+    """The header that ``pack`` has made.
+
+    Raises:
+        WireError: it is none, or one of another version.
+    """
+    if len(header) != HEADER_BYTES:
+        raise WireError(f"worker {peer} sent a header of {len(header)} bytes, where {HEADER_BYTES} were due")
+    kind, flags, version, epoch, *key, first, second, size = _HEADER.unpack(header)
+    if version != VERSION or not HELLO <= kind <= BYE:
+        raise WireError(
+            f"worker {peer} sent a message of kind {kind}, version {version}, where version {VERSION} was due. "
+            "Start all workers from one installation."
+        )
+    return Header(kind, flags, epoch, tuple(key), first, second, size)
+
+
+def check_size(rank: int, peer: int, key: Key, theirs: int, ours: int) -> None:
+    """Raises WireError when a message of ``peer`` has another size than the expected one."""
+    if theirs != ours:
+        raise WireError(
+            f"round {key[0]}, bucket {key[1]}: worker {peer} has a message of {theirs} bytes where worker {rank} has one of "
+            f"{ours}. The workers run different versions or have got out of step; start them together from one installation."
+        )

@@ -1,0 +1,235 @@
+"""Makes the ZeroMQ sockets of a worker: all options are set here, before a socket is bound or connected, as libzmq ignores them
+later.
+
+No socket connects again by itself, because libzmq loses what was queued without a word. None has a mark for messages, as it
+counts messages and no bytes; the receivers' windows bound the memory (``flow``). Monitors are read by the transport's thread:
+one that nobody reads would stop its socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import zmq
+from zmq.utils import z85
+
+from decent_dp.transport.messages import HEADER_BYTES, LARGEST_FRAME
+
+__all__ = ["SILENT", "Curve", "Event", "Socket", "Sockets", "shut_down"]
+
+# zmq's sockets are generic in the type of what they receive.
+ZmqSocket: TypeAlias = Any
+
+# Seconds that a connection may take to speak ZeroMQ, and to prove its key.
+_HANDSHAKE = 3.0
+# Sockets of a worker: a partner needs two, and each has a monitor, which takes two.
+_MOST_SOCKETS = 2**16 - 1
+# The part of ``dead_after`` after which the edges of a silent worker are holes: so long takes a heartbeat that is not answered.
+SILENT = 0.3
+_EVERY = 0.05
+# The first frame of a monitor's message: the kind of the event, and its value.
+_EVENT = struct.Struct("=Hi")
+# libzmq's limit of the time that a heartbeat may take, in seconds.
+_LONGEST_HEARTBEAT = 60.0
+_EVENTS = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_ACCEPTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_LISTENING
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The keys of a worker, of 32 bytes each."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def create(cls) -> Curve:
+        public, secret = zmq.curve_keypair()
+        return cls(z85.decode(public), z85.decode(secret))
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened to a connection of a socket.
+
+    Attributes:
+        kind: one of zmq's EVENT_ constants.
+        descriptor: of the connection, for those kinds that have one.
+    """
+
+    kind: int
+    descriptor: int
+
+    @property
+    def is_end(self) -> bool:
+        failed = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+        return self.kind in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED, *failed)
+
+
+class Socket:
+    """A socket and its monitor.
+
+    Args:
+        encrypted: whether what it sends and receives is.
+
+    Attributes:
+        is_router: it listens, and each message begins with the routing id of the connection.
+        curve: the keys with which it encrypts; None: it does not.
+        endpoint: of a listener, with its port.
+    """
+
+    def __init__(self, context: zmq.Context[Any], kind: int, curve: Curve | None) -> None:
+        self.is_router, self.curve = kind == zmq.ROUTER, curve
+        self.endpoint = ""
+        self.zmq: ZmqSocket = context.socket(kind)
+        self.zmq.set(zmq.MAXMSGSIZE, LARGEST_FRAME + HEADER_BYTES)
+        self.zmq.set(zmq.HANDSHAKE_IVL, int(1000 * _HANDSHAKE))
+        self.zmq.set(zmq.IMMEDIATE, 1)
+        self.zmq.set(zmq.RECONNECT_IVL, -1)
+        if self.is_router:
+            self.zmq.set(zmq.ROUTER_MANDATORY, 1)
+            self.zmq.set(zmq.BACKLOG, 1024)
+        if curve is not None:
+            self.zmq.set(zmq.CURVE_PUBLICKEY, curve.public)
+            self.zmq.set(zmq.CURVE_SECRETKEY, curve.secret)
+            if self.is_router:
+                self.zmq.set(zmq.CURVE_SERVER, 1)
+                self.zmq.set(zmq.ZAP_DOMAIN, b"decent_dp")
+        self.monitor: ZmqSocket = self.zmq.get_monitor_socket(_EVENTS)
+
+    def events(self) -> list[Event]:
+        """What has happened since the last call. Descriptors are noted, for child processes that must not keep them."""
+        found = []
+        with contextlib.suppress(zmq.Again):
+            while True:
+                event = Event(*_EVENT.unpack(self.monitor.recv_multipart(zmq.NOBLOCK)[0]))
+                if event.kind in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED, zmq.EVENT_LISTENING):
+                    _note(event.descriptor)
+                found.append(event)
+        return found
+
+    def close(self) -> None:
+        self.zmq.disable_monitor()  # before its socket is closed: else that hangs
+        self.monitor.close()
+        self.zmq.close()
+
+
+class Sockets:
+    """All sockets of a worker. Once they are made, one thread uses them."""
+
+    def __init__(self, io_threads: int = 1) -> None:
+        self._context = zmq.Context(io_threads)
+        self._context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
+        for option in (zmq.LINGER, zmq.RCVHWM, zmq.SNDHWM):  # of all sockets, the monitors too
+            self._context.setsockopt(option, 0)
+        self._made: list[Socket] = []
+
+    def listen(self, endpoint: str, curve: Curve | None = None) -> Socket:
+        """A socket that is bound there; a port may be ``*``.
+
+        Raises:
+            OSError: the address is in use, or is none of this machine.
+        """
+        made = self._make(zmq.ROUTER, curve)
+        made.zmq.set(zmq.IPV6, "[" in endpoint)
+        try:
+            made.zmq.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close(made)
+            raise OSError(error.errno, f"{error.strerror}: {endpoint}") from None
+        made.endpoint = made.zmq.get(zmq.LAST_ENDPOINT).decode()
+        made.events()
+        return made
+
+    def dial(
+        self, endpoint: str, routing_id: bytes, curve: Curve | None, server: bytes, dead_after: float | None, *, breaks: bool
+    ) -> Socket:
+        """A socket that connects to a listener. The first event of its monitor says whether it has.
+
+        Args:
+            server: the public key of the listener.
+            dead_after: there are heartbeats, in both directions, so that a peer that is silent so long is dead; None: none.
+            breaks: the connection is cut before, when the edges of a silent worker are holes.
+        """
+        made = self._make(zmq.DEALER, curve)
+        made.zmq.set(zmq.IPV6, "[" in endpoint)
+        made.zmq.set(zmq.ROUTING_ID, routing_id)
+        if curve is not None:
+            made.zmq.set(zmq.CURVE_SERVERKEY, server)
+        if dead_after is not None:
+            most = min(dead_after, _LONGEST_HEARTBEAT)
+            answered = int(1000 * most * ((SILENT if breaks else 1.0) - _EVERY))
+            made.zmq.set(zmq.HEARTBEAT_IVL, max(1, int(1000 * most * _EVERY)))
+            made.zmq.set(zmq.HEARTBEAT_TIMEOUT, answered)
+            made.zmq.set(zmq.HEARTBEAT_TTL, answered)
+        made.zmq.connect(endpoint)
+        return made
+
+    def authenticator(self) -> ZmqSocket:
+        """The socket at which libzmq asks whether a key may connect (ZAP, RFC 27)."""
+        made = self._context.socket(zmq.ROUTER)
+        made.bind("inproc://zeromq.zap.01")
+        return made
+
+    def _make(self, kind: int, curve: Curve | None) -> Socket:
+        made = Socket(self._context, kind, curve)
+        self._made.append(made)
+        return made
+
+    def close(self, made: Socket) -> None:
+        self._made.remove(made)
+        made.close()
+
+    def close_all(self) -> None:
+        for made in self._made:
+            made.close()
+        self._made.clear()
+        self._context.destroy(linger=0)
+
+
+def shut_down(descriptor: int) -> None:
+    """Ends a connection of a listener, which libzmq cannot end by itself."""
+    inode = _NOTED.get(descriptor)
+    with contextlib.suppress(OSError):
+        if inode == os.fstat(descriptor).st_ino:
+            with socket.socket(fileno=os.dup(descriptor)) as copy:
+                copy.shutdown(socket.SHUT_RDWR)
+
+
+# A child process, such as a worker of a DataLoader, may outlive its parent. While it holds a copy of a connection, the other
+# end does not notice that the parent has died. By descriptor: the inode, which tells whether it is the same connection still.
+_NOTED: dict[int, int] = {}
+_LOCK = threading.Lock()
+
+
+def _note(descriptor: int) -> None:
+    with _LOCK, contextlib.suppress(OSError):
+        _NOTED[descriptor] = os.fstat(descriptor).st_ino
+
+
+def _close_in_child() -> None:
+    for descriptor, inode in _NOTED.items():
+        with contextlib.suppress(OSError):
+            if os.fstat(descriptor).st_ino == inode:
+                os.close(descriptor)
+    _NOTED.clear()
+    _LOCK.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_close_in_child)

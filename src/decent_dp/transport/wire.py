@@ -1,0 +1,742 @@
+"""The thread that moves messages over ZeroMQ to other workers and back."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import zmq
+
+from decent_dp.errors import WireError
+from decent_dp.transport.agreement import View
+from decent_dp.transport.communicators import SilentError
+from decent_dp.transport.control_plane import ControlPlane
+from decent_dp.transport.dialling import CROSSING, Attempt, Dialler, End, Target
+from decent_dp.transport.flow import Channel, Flow, WireLink
+from decent_dp.transport.hello import GUEST, REPLACED, VISIT, Identity
+from decent_dp.transport.link import Key, LinkState, Receiving, Sending
+from decent_dp.transport.listening import Doorman
+from decent_dp.transport.liveness import WireNeighbours
+from decent_dp.transport.mailbox import Mailbox
+from decent_dp.transport.messages import ACK, BYE, DATA, HEADER_BYTES, STATE, Header, pack, unpack
+from decent_dp.transport.neighbours import Stream
+from decent_dp.transport.repeats import Repeats
+from decent_dp.transport.sockets import SILENT, Curve, Socket, Sockets, shut_down
+from decent_dp.transport.state_stream import StateStream
+from decent_dp.transport.waiter import start_thread
+
+__all__ = ["Wire"]
+
+_log = logging.getLogger(__name__)
+
+# Seconds that closing may take until the others have what was sent.
+_LINGER = 10.0
+# Seconds between two looks at what no event reports.
+_LOOK = 0.05
+# Seconds between two heartbeats, at most.
+_BEAT = 1.0
+# Seconds after which other connections have their turn.
+_READ_FOR = 0.02
+# Seconds for which a worker that has dialled successfully refuses the other's dialling, which had begun before.
+_CROSSED = 1.0
+# Flag of a BYE: the answer to one.
+_ANSWER = 1
+
+
+class Wire:
+    """This worker's connections.
+
+    Args:
+        identity: this worker's.
+        secret: with which workers prove that they are of this run.
+        expected: the ranks of the run.
+        local: the workers that share this one's network stack.
+        sockets: makes them.
+        listeners: those to which others connect.
+        curve: this worker's keys.
+        known: the public keys of other workers.
+        find, key_of: where a process of a worker listens, and its public key, by rank and incarnation; blocking.
+        timeout: seconds that a worker has to answer when it is dialled.
+        dead_after: seconds without a sign of life after which a peer that is waited for is an error (``tolerate``: is dead).
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        secret: bytes,
+        expected: range,
+        local: frozenset[int],
+        sockets: Sockets,
+        listeners: list[Socket],
+        curve: Curve,
+        known: set[bytes],
+        find: Callable[[int, int], Target],
+        key_of: Callable[[int, int], bytes],
+        timeout: float,
+        dead_after: float = 10.0,
+    ) -> None:
+        self._identity, self._expected = identity, set(expected)
+        self._sockets, self._listeners, self._find = sockets, listeners, find
+        self._asked: set[int] = set()
+        self._waiting: dict[int, Future[None]] = {}
+        # Called with the stream of a process that is no worker yet, in a thread of its own.
+        self.on_guest: Callable[[Stream], None] | None = None
+        self._guest_errors = Repeats()
+        self._dead_after = dead_after
+        self._next_beat, self._woke = time.monotonic(), -math.inf
+        self._neighbours: WireNeighbours | None = None
+        self._look_at = math.inf
+        self._commands: deque[Callable[[], None]] = deque()
+        self._commands_lock = threading.Lock()
+        self._ended = False
+        self.mailbox = Mailbox(self.call)
+        self._poller = zmq.Poller()
+        # By zmq's sockets: those with a monitor, and whose they are where this worker has dialled.
+        self._sources: dict[Any, Socket] = {}
+        self._owners: dict[Socket, End | Channel] = {}
+        # Connections that others have made: by routing id, and by descriptor.
+        self._routes: dict[bytes, Channel] = {}
+        self._accepted: dict[int, Channel] = {}
+        # Those that have ended.
+        self._over: list[Channel] = []
+        self._streams: dict[Channel, StateStream] = {}
+        # What still has to say its last word, and until when.
+        self._leaving: dict[Channel, float] = {}
+        self._flow = Flow(identity.rank, local, self._keep_note, self._connected, self._hang_up)
+        authenticator = sockets.authenticator() if any(listener.curve for listener in listeners) else None
+        self._authenticator = authenticator
+        self._doorman = Doorman(
+            identity,
+            secret,
+            self._admit,
+            self._let_in,
+            authenticator,
+            known,
+            key_of,
+            self._read_events,
+            self.call,
+            self.fail,
+        )
+        self._dialler = Dialler(
+            self._flow,
+            self,
+            sockets,
+            identity,
+            secret,
+            curve,
+            find,
+            self.call,
+            min(timeout, dead_after),
+            dead_after,
+            self._goes_first,
+            self.fail,
+            self._refused,
+        )
+        self.control_plane = ControlPlane(
+            identity.rank,
+            len(expected),
+            self.call,
+            self._flow.send_note,
+            self._view,
+            self._want,
+            self.fail,
+            identity.incarnation,
+            self._is_silent,
+            lambda: any(link.start > self._flow.round for link in self._flow.connections.values()),
+        )
+        # A byte to the pipe wakes the thread.
+        self._wakeup, self._waker = os.pipe()
+        os.set_blocking(self._wakeup, False)
+        os.set_blocking(self._waker, False)
+        self._woken = False
+        self._closing: float | None = None
+        # What has ended the thread, and the name of the thread in which it was raised.
+        self._error: BaseException | None = None
+        self._failed_in = ""
+        self._thread = threading.Thread(target=self._run, name="decent_dp-transport", daemon=True)
+        _WIRES.add(self)
+        self._thread.start()
+
+    # -- called by any thread -----------------------------------------------------------------------------------------
+
+    def connect(self, peer: int, *, wait: bool = True) -> None:
+        """Makes sure that there will be a connection: one of both makes it.
+
+        Args:
+            wait: until there is one, if this worker dials first. Where faults are tolerated that may fail.
+
+        Raises:
+            OSError, RuntimeError: the peer cannot be reached, or does not welcome this worker.
+        """
+        if peer in self._asked:
+            return
+        opened: Future[None] = Future()
+
+        def want() -> None:
+            if self._flow.connection(peer).state is LinkState.NEW:
+                self._waiting[peer] = opened
+                self._want(peer)
+            else:
+                opened.set_result(None)
+
+        self.call(want)
+        if self._neighbours is not None:
+            deadline = time.monotonic() + self._dead_after
+            while wait and self._goes_first(peer) and self._view(peer) is View.UNKNOWN and time.monotonic() < deadline:
+                time.sleep(_LOOK / 10)
+        elif self._goes_first(peer):
+            opened.result()
+        self._asked.add(peer)
+
+    def _goes_first(self, peer: int) -> bool:
+        """Whether this worker dials another one at once, and not only if that one has not."""
+        return (self.incarnation_of(peer), peer) < (self._identity.incarnation, self._identity.rank)
+
+    def incarnation_of(self, peer: int) -> int:
+        link = self._flow.connections.get(peer)
+        return 0 if link is None else link.incarnation
+
+    def renew(self, peer: int, incarnation: int, start: int = -1) -> None:
+        """``Neighbours.renew``."""
+
+        def renew() -> None:
+            if self.incarnation_of(peer) < incarnation:
+                self._expected.add(peer)
+                self._flow.renew(peer, incarnation, start)
+                self.control_plane.renew(peer, incarnation)
+
+        self.call(renew)
+
+    def want(self, peer: int) -> None:
+        """A connection is to be made, where faults are tolerated."""
+        self.call(lambda: self._want(peer))
+
+    def _want(self, peer: int) -> None:
+        self._dialler.want(peer)
+        self._look_at = 0.0
+
+    def visit(self, peer: int, incarnation: int) -> StateStream:
+        """``Neighbours.visit``."""
+        target, future = self._find(peer, incarnation), Future[StateStream]()
+
+        def opened(_: Identity, channels: list[Channel]) -> None:
+            future.set_result(self._stream(channels[0]))
+
+        deadline = time.monotonic() + SILENT * self._dead_after
+        attempt = Attempt(peer, target, deadline, opened, future.set_exception)
+        self.call(lambda: self._dialler.visit(attempt, replace(self._identity, rank=GUEST), VISIT))
+        return future.result()
+
+    def _stream(self, channel: Channel) -> StateStream:
+        stream = self._streams[channel] = StateStream(channel, self.call, self._hang_up_channel)
+        return stream
+
+    @property
+    def replaced(self) -> bool:
+        """Whether another process is this worker now."""
+        return self._dialler.replaced
+
+    def send(self, sending: Sending) -> None:
+        self.call(lambda: self._flow.add_sending(sending))
+
+    def advance(self, sending: Sending, ready: int) -> None:
+        """The first ``ready`` bytes of a message are final."""
+        sending.ready = ready
+        self.call(lambda: self._flow.queue(sending))
+
+    def receive(self, receiving: Receiving) -> None:
+        self.call(lambda: self._flow.add_receiving(receiving))
+
+    def send_note(self, peer: int, key: Key, text: bytes) -> None:
+        """Sends a few bytes that are not asked for. They are lost without an error if the peer is gone."""
+        self.call(lambda: self._flow.send_note(peer, key, text))
+
+    def last_progress(self, peer: int) -> float:
+        """When a part of a message last came from ``peer`` or went to it, on the monotonic clock; 0 for never."""
+        link = self._flow.connections.get(peer)
+        return link.moved if link is not None else 0.0
+
+    def open_slots(self, peer: int, exchange: tuple[int, int]) -> list[int]:
+        """The slots of the messages of an exchange (round, bucket) that are yet to come from ``peer``, or to go to it."""
+        link = self._flow.connections.get(peer)
+        keys = [] if link is None else [*list(link.receivings), *list(link.sendings)]
+        return [slot for *of, slot in keys if tuple(of) == exchange]
+
+    def now(self) -> float:
+        """The time, as far as this thread has looked at its peers since: after a stop of this process they only seem silent."""
+        return min(time.monotonic(), self._next_beat + self.interval)
+
+    def woke(self) -> float:
+        """When this process last went on after a stop in which it became a hole, on the monotonic clock; -inf for never."""
+        now = time.monotonic()
+        return now if self._was_stopped(now) else self._woke
+
+    def _was_stopped(self, now: float) -> bool:
+        return now - self._next_beat > SILENT * self._dead_after
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two heartbeats."""
+        return min(_BEAT, self._dead_after / 10)
+
+    def lost(self) -> list[int]:
+        """The peers whose connection is closed for good."""
+        return sorted(link.peer for link in list(self._flow.connections.values()) if link.closed is not None)
+
+    def tolerate(self, dead_after: float, places: int = 0) -> WireNeighbours:
+        """From now on lost connections are made again, and exchanges of pairs end with a verdict.
+
+        Args:
+            places: the number of ranks, with those of workers that may come (``renew``).
+        """
+        self.control_plane.expand(places)
+        self._dead_after = self._flow.dead_after = self._dialler.dead_after = dead_after
+        self._dialler.timeout = min(self._dialler.timeout, SILENT * dead_after)
+        self.call(self._beat)  # it is more often from now on
+        self._neighbours = WireNeighbours(self, self._flow, self._identity.rank, dead_after)
+        return self._neighbours
+
+    def call(self, command: Callable[[], None]) -> None:
+        """Runs ``command`` in this thread.
+
+        Raises:
+            RuntimeError: the thread has ended.
+        """
+        with self._commands_lock:
+            if self._ended:
+                raise self._is_over() from self._error
+            self._commands.append(command)
+            if not self._woken and threading.current_thread() is not self._thread:
+                self._woken = True
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._waker, b"!")
+
+    def fail(self, error: Exception) -> None:
+        """``Neighbours.fail``."""
+        name = threading.current_thread().name
+
+        def end() -> None:
+            self._failed_in = self._failed_in or name
+            raise error
+
+        if self._closing is None:
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self.call(end)
+
+    def refuse_failed(self) -> None:
+        """``Neighbours.refuse_failed``."""
+        if self._error is not None:
+            raise self._is_over() from self._error
+
+    def _is_over(self) -> RuntimeError:
+        if self._error is None:
+            return RuntimeError("the transport was closed")
+        what = f"{type(self._error).__name__}: {self._error}"
+        return RuntimeError(f"the transport of this worker has failed: {what} (in the thread {self._failed_in})")
+
+    def close(self, *, says_bye: bool = True) -> None:
+        """Ends the thread once everything that was sent has arrived, or cannot any more.
+
+        Args:
+            says_bye: this worker has done what it was to do. Else it has failed, and counts as dead.
+        """
+        if self._closing is None:
+            self._closing = time.monotonic() + (_LINGER if says_bye else 0.0)
+            with contextlib.suppress(RuntimeError):
+                self.call(self._say_bye if says_bye else lambda: None)
+            self._thread.join(_LINGER + 1)
+
+    # -- what the dialler needs of the thread ---------------------------------------------------------------------------
+
+    def watch(self, socket: Socket, owner: End | None = None) -> None:
+        self._sources[socket.zmq] = self._sources[socket.monitor] = socket
+        if owner is not None:
+            self._owners[socket] = owner
+        self._poller.register(socket.zmq, zmq.POLLIN)
+        self._poller.register(socket.monitor, zmq.POLLIN)
+
+    def pause(self, socket: Socket) -> None:
+        self._poller.unregister(socket.zmq)
+
+    def resume(self, socket: Socket, channel: Channel) -> None:
+        if socket in self._owners:
+            self._owners[socket] = channel
+            self._poller.register(socket.zmq, zmq.POLLIN)
+
+    def forget(self, socket: Socket) -> None:
+        if socket in self._owners:
+            del self._owners[socket], self._sources[socket.zmq], self._sources[socket.monitor]
+            for stream in (socket.zmq, socket.monitor):
+                if stream in self._poller:
+                    self._poller.unregister(stream)
+            self._sockets.close(socket)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._poller.register(self._wakeup, zmq.POLLIN)
+            if self._authenticator is not None:
+                self._poller.register(self._authenticator, zmq.POLLIN)
+            for listener in self._listeners:
+                self.watch(listener)
+            more = False
+            while self._closing is None or not self._is_drained():
+                more = self._step(more)
+        except BaseException as error:
+            self._failed_in = self._failed_in or self._thread.name
+            self._error = error
+            _log.exception("the transport of worker %d has failed", self._identity.rank)
+            over = self._is_over()
+            over.__cause__ = error
+            for link in list(self._flow.connections.values()):
+                self._flow.fail(link, over)
+        finally:
+            self._shut_down()
+
+    def _step(self, more: bool) -> bool:
+        """One turn. ``more``: there is more to send. Returns whether there is still."""
+        happened = [stream for stream, _ in self._poller.poll(0 if more else math.ceil(1000 * self._patience()))]
+        for stream in happened:
+            socket = self._sources.get(stream)
+            if socket is not None and stream is socket.monitor:
+                self._read_events(socket)
+        for stream in happened:
+            socket = self._sources.get(stream)
+            if stream == self._wakeup:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wakeup, 4096)
+                self._woken = False  # after the read: a command that comes in between is done below
+            elif stream is self._authenticator:
+                self._doorman.authenticate()
+            elif socket is not None and stream is socket.zmq:
+                self._read(socket, time.monotonic() + _READ_FOR)
+            # Much may have come from each of many peers. They must hear from this worker meanwhile.
+            self._beat_if_due()
+        for channel in self._over:
+            self._end(channel)
+        self._over.clear()
+        self._beat_if_due()
+        # The commands that are there now, not those that they add: a long encoding lets messages move in between.
+        for _ in range(len(self._commands)):
+            self._commands.popleft()()
+        more = self._flow.go_on()
+        if self._closing is None:
+            now = time.monotonic()
+            if self._flow.tolerant:
+                for link in self._flow.connections.values():
+                    if link.state is LinkState.BROKEN:
+                        self._dialler.want(link.peer)
+            if now >= self._look_at or self._flow.tolerant:
+                self._look_at = min(self._dialler.look(), self.control_plane.look())
+        return more
+
+    def _patience(self) -> float:
+        """Seconds for which nothing is to be done."""
+        if self._commands:
+            return 0.0
+        if self._flow.waiting or self._closing is not None or self._leaving or self._doorman.busy:
+            return _LOOK if self._closing is None else _LOOK / 5
+        return max(0.0, min(self._next_beat, self._look_at) - time.monotonic())
+
+    # -- events and messages ----------------------------------------------------------------------------------------------
+
+    def _read_events(self, socket: Socket) -> None:
+        owner = self._owners.get(socket)
+        for event in socket.events():
+            if socket.is_router and event.kind == zmq.EVENT_DISCONNECTED and event.descriptor in self._accepted:
+                self._over.append(self._accepted.pop(event.descriptor))
+            elif socket.is_router:
+                self._doorman.happened(event)
+            elif isinstance(owner, End):
+                self._dialler.happened(owner, event)
+            elif event.is_end and owner is not None:
+                self._over.append(owner)
+
+    def _end(self, channel: Channel) -> None:
+        """A connection has ended. What came before is read first."""
+        if not channel.socket.zmq.closed:
+            self._read(channel.socket, math.inf)
+        self._lose(channel)
+
+    def _lose(self, channel: Channel) -> None:
+        self._leaving.pop(channel, None)
+        stream = self._streams.pop(channel, None)
+        if stream is not None:
+            stream.lose()
+        link = channel.link
+        if link is not None and channel in (link.control, link.bulk):
+            silent = time.monotonic() - link.heard > self._dead_after / 2
+            reason = f"silent for {self._dead_after:g} s" if silent else "closed by the peer"
+            self._flow.lose(link, reason, SilentError(reason) if silent else None)
+        self._hang_up_channel(channel)
+
+    def _read(self, socket: Socket, until: float) -> None:
+        """Reads what has come to a socket."""
+        stream = socket.zmq
+        with contextlib.suppress(zmq.Again):
+            while not stream.closed and stream in self._poller and time.monotonic() < until:
+                first = stream.recv(zmq.NOBLOCK)
+                owner = self._routes.get(first) if socket.is_router else self._owners.get(socket)
+                if isinstance(owner, Channel):
+                    self._take(owner, stream.recv(zmq.NOBLOCK) if socket.is_router else first)
+                elif owner is not None:
+                    self._take_hello(owner, first)
+                elif socket.is_router:
+                    self._doorman.hear(socket, first)
+
+    def _take_hello(self, end: End, header: bytes) -> None:
+        body = _rest(end.channel.socket.zmq)
+        if len(header) == HEADER_BYTES:
+            with contextlib.suppress(WireError):
+                self._dialler.heard(end, unpack(header, end.attempt.peer), body)
+
+    def _take(self, channel: Channel, raw: bytes) -> None:
+        stream, link = channel.socket.zmq, channel.link
+        if link is None:
+            body, guest = _rest(stream), self._streams.get(channel)
+            if guest is not None and len(raw) == HEADER_BYTES and raw[0] == STATE:
+                guest.hear(unpack(raw, GUEST), body)
+            else:
+                self._doorman.dropped += 1
+            return
+        try:
+            header = unpack(raw, link.peer)
+            link.heard = time.monotonic()
+            if header.kind == DATA:
+                self._take_data(link, header, stream)
+            else:
+                body = _rest(stream)
+                if header.kind == BYE:
+                    self._hear_bye(link, channel, header)
+                elif link.state is LinkState.OPEN:
+                    self._flow.hear(link, header, body)
+        except WireError as error:
+            _rest(stream)
+            self._flow.fail(link, error)
+
+    def _take_data(self, link: WireLink, header: Header, stream: Any) -> None:
+        memory = self._flow.memory_for(link, header)
+        if memory is None:
+            _rest(stream)
+            return
+        count = stream.recv_into(memory, flags=zmq.NOBLOCK) if stream.get(zmq.RCVMORE) else 0
+        if count != len(memory) or stream.get(zmq.RCVMORE):
+            raise WireError(f"worker {link.peer} sent a part of {count} bytes, where it announced {len(memory)}")
+        self._flow.arrived(link, header)
+
+    # -- links --------------------------------------------------------------------------------------------------------
+
+    def _connected(self, peer: int) -> None:
+        self._flow.beat(self._flow.connection(peer))  # says in which round and epoch this worker is
+        if self._flow.tolerant:
+            self.control_plane.reconnected(peer)
+        waiting = self._waiting.pop(peer, None)
+        if waiting is not None:
+            waiting.set_result(None)
+
+    def _keep_note(self, peer: int, key: Key, text: bytes) -> None:
+        (self.mailbox.keep if key[1] < ACK else self.control_plane.hear)(peer, key, text)
+
+    def _view(self, peer: int) -> View:
+        """What the control plane is to know of a peer; any thread may ask."""
+        link = self._flow.connections.get(peer)
+        if link is None or link.state is LinkState.NEW:
+            return View.UNKNOWN
+        if link.silence(self.now()) >= self._dead_after:
+            return View.LOST
+        if link.state is LinkState.OPEN and self._neighbours is not None and self._neighbours.patience(peer, 0.0) > 0:
+            return View.LINKED
+        return View.PENDING
+
+    def _is_silent(self, peer: int) -> bool:
+        link = self._flow.connections.get(peer)
+        return link is not None and link.silence(self.now()) >= SILENT * self._dead_after
+
+    def _admit(self, worker: Identity) -> str | None:
+        """Why a worker that has connected is refused; None: it is welcome."""
+        if worker.rank == GUEST:
+            return "nobody can join this run" if self.on_guest is None else None
+        if worker.rank not in self._expected or worker.rank == self._identity.rank:
+            return f"rank {worker.rank} is not expected"
+        link = self._flow.connection(worker.rank)
+        if worker.incarnation != link.incarnation:
+            return REPLACED if worker.incarnation < link.incarnation else f"worker {worker.rank} is not a member yet"
+        if link.state is LinkState.GONE:
+            return f"worker {worker.rank} is gone for worker {self._identity.rank}, which has dropped what they had in common"
+        if link.uid not in (b"", worker.uid):
+            return f"another process has been worker {worker.rank}, and the others do not know of a new one"
+        if self._goes_first(worker.rank):
+            is_new = link.state is LinkState.OPEN and time.monotonic() - link.since < _CROSSED
+            if self._dialler.is_through(worker.rank) or is_new:
+                return CROSSING
+        if link.state is LinkState.OPEN and not self._flow.tolerant:
+            return f"rank {worker.rank} is connected already, and no rank may run twice"
+        return None
+
+    def _let_in(self, worker: Identity, channels: list[Channel]) -> None:
+        for channel in channels:
+            self._routes[channel.routing_id] = channel
+            self._accepted[channel.descriptor] = channel
+        if worker.rank == GUEST:
+            assert self.on_guest is not None
+            stream = self._stream(channels[0])
+            if not start_thread(partial(self.on_guest, stream), "decent_dp-guest", self._guest_failed):
+                self._hang_up_channel(channels[0])
+            return
+        link = self._flow.connection(worker.rank)
+        self._dialler.cancel(worker.rank)
+        if link.state is LinkState.OPEN:  # the peer has seen first that it was lost
+            self._flow.lose(link, "replaced by the peer")
+        self._flow.open(link, worker.uid, *channels)
+
+    def _guest_failed(self, error: Exception) -> None:
+        """The process asks another worker, and this one trains on."""
+        if self._guest_errors.again():
+            _log.warning("a process that joins was not served (%d times by now)", self._guest_errors.times, exc_info=error)
+
+    def _refused(self, peer: int, error: Exception) -> None:
+        """Where faults are not tolerated: a peer cannot be reached."""
+        waiting = self._waiting.pop(peer, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_exception(error)
+
+    def _hang_up(self, link: WireLink) -> None:
+        for channel in (link.control, link.bulk):
+            if channel is not None and channel not in self._leaving:
+                self._hang_up_channel(channel)
+
+    def _hang_up_channel(self, channel: Channel) -> None:
+        self._streams.pop(channel, None)
+        if not channel.routing_id:
+            self.forget(channel.socket)
+        elif self._routes.get(channel.routing_id) is channel:
+            del self._routes[channel.routing_id]
+            if self._accepted.get(channel.descriptor) is channel:
+                del self._accepted[channel.descriptor]
+                shut_down(channel.descriptor)
+
+    # -- heartbeats -----------------------------------------------------------------------------------------------------
+
+    def _beat_if_due(self) -> None:
+        if time.monotonic() >= self._next_beat:
+            self._beat()
+
+    def _beat(self) -> None:
+        """Once in a while: says where this worker is, and looks for the silent."""
+        now = time.monotonic()
+        stopped = now - self._next_beat > 2 * self.interval  # this process was, perhaps with all others
+        self._woke = now if self._was_stopped(now) else self._woke
+        self._next_beat = now + self.interval
+        self._doorman.look()
+        for channel in [channel for channel, until in self._leaving.items() if now >= until]:
+            self._lose(channel)
+        for link in list(self._flow.connections.values()):
+            if stopped:
+                link.heard = now
+            if link.state is LinkState.OPEN:
+                self._flow.beat(link)
+            if self._flow.tolerant:
+                self._judge(link, now)
+
+    def _judge(self, link: WireLink, now: float) -> None:
+        if link.state is LinkState.OPEN and link.outstanding and now - max(link.moved, link.since) > self._dead_after:
+            # The control connection lives, and the other one brings nothing of what was offered and wanted.
+            self._flow.lose(link, f"it has brought nothing for {self._dead_after:g} s")
+        if link.state is LinkState.BROKEN and link.silence(now) > self._dead_after:
+            self._flow.settlement.expire(link)
+        if link.state is LinkState.NEW and link.pairs and now - link.since > SILENT * self._dead_after:
+            self._want(link.peer)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _say_bye(self) -> None:
+        for link in self._flow.connections.values():
+            if link.state is LinkState.OPEN and link.control is not None:
+                link.control.send(pack(BYE))
+
+    def _hear_bye(self, link: WireLink, channel: Channel, header: Header) -> None:
+        if header.flags == _ANSWER or self._closing is not None:
+            link.left = True
+        if header.flags == _ANSWER:
+            return
+        channel.send(pack(BYE, flags=_ANSWER))
+        link.left = True
+        for left in (link.control, link.bulk):
+            if left is not None:
+                self._leaving[left] = time.monotonic() + _LINGER
+        if self._flow.tolerant:
+            self._flow.give_up(link, "the peer has left")
+        else:
+            self._flow.fail(link, ConnectionError("closed by the peer"))
+
+    def _is_drained(self) -> bool:
+        """The others have all that was sent: they have answered the last word."""
+        assert self._closing is not None
+        if time.monotonic() > self._closing:
+            return True
+        waits = [link for link in self._flow.connections.values() if link.state is LinkState.OPEN and not link.left]
+        return not (self._commands or waits)
+
+    def _shut_down(self) -> None:
+        while not self._ended:
+            # The messages of these commands fail, and those who wait for them learn of the end.
+            while self._commands:
+                with contextlib.suppress(Exception):
+                    self._commands.popleft()()
+            self.control_plane.close(self._error)
+            self._dialler.close()
+            for waiting in self._waiting.values():
+                if not waiting.done():
+                    waiting.set_exception(self._is_over())
+            for link in self._flow.connections.values():
+                self._flow.close(link, "the transport was closed")
+            for stream in list(self._streams.values()):
+                stream.lose()
+            with self._commands_lock:
+                self._ended = not self._commands
+        if self._authenticator is not None:
+            self._authenticator.close()
+        self._sockets.close_all()
+        os.close(self._wakeup)
+        os.close(self._waker)
+
+    def _end_in_child(self) -> None:
+        """In a forked process, which has no such thread. It must not use what belongs to ZeroMQ."""
+        self._commands_lock = threading.Lock()  # another thread of the parent may have locked it
+        self._ended = True
+
+
+def _rest(stream: Any) -> bytes:
+    """The second frame of a message; what follows it is dropped."""
+    body = b""
+    if stream.get(zmq.RCVMORE):
+        body = stream.recv(zmq.NOBLOCK)
+    while stream.get(zmq.RCVMORE):
+        stream.recv(zmq.NOBLOCK)
+    return body
+
+
+_WIRES: weakref.WeakSet[Wire] = weakref.WeakSet()
+
+
+def _end_in_child() -> None:
+    for wire in list(_WIRES):
+        if not wire._ended:
+            wire._end_in_child()
+
+
+# DataLoader workers are forked where that is the default.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_end_in_child)
