@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import os
 import secrets
 import socket
@@ -13,20 +12,18 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from decent_dp.transport.communicators import Rendezvous, UnreachableError, address_key
+from decent_dp.transport.communicators import Rendezvous, UnreachableError
 from decent_dp.transport.dialling import Target
-from decent_dp.transport.sockets import Curve, Socket, Sockets
+from decent_dp.transport.sockets import Socket, Sockets
 
-__all__ = ["address_of", "find", "key_of", "listen", "probe"]
+__all__ = ["address_of", "find", "listen", "probe"]
 
 # An address that nobody has (RFC 5737): the way to it is the default route.
 _ELSEWHERE = "192.0.2.1"
 _LOOPBACK = "127.0.0.1"
-# Seconds for which a stranger's key is looked up.
-_SECONDS = 2.0
 
 
-def listen(rendezvous: Rendezvous, sockets: Sockets, curve: Curve) -> list[Socket]:
+def listen(rendezvous: Rendezvous, sockets: Sockets) -> list[Socket]:
     """Listens for other workers, and stores the addresses.
 
     On Linux, workers on this one's network stack use a local socket. If all workers are there, nothing listens beyond the
@@ -47,14 +44,13 @@ def listen(rendezvous: Rendezvous, sockets: Sockets, curve: Curve) -> list[Socke
         host = _own_address(guess=is_far) if is_far or grows else _LOOPBACK
         encrypts = rendezvous.encrypt if rendezvous.encrypt is not None else is_far or grows
         try:
-            remote = sockets.listen(f"tcp://{_bracketed(host)}:*", curve if encrypts else None)
+            remote = sockets.listen(f"tcp://{_bracketed(host)}:*", rendezvous.curve if encrypts else None)
         except OSError as error:
             raise RuntimeError(f"this worker cannot listen at {host}: {error}") from error
         address["host"], address["port"] = host, int(remote.endpoint.rpartition(":")[2])
-        address["key"] = curve.public.hex() if encrypts else ""
+        address["key"] = rendezvous.curve.public.hex() if encrypts else ""
         listeners.append(remote)
-    rendezvous.addresses[rendezvous.rank] = address
-    rendezvous.store.set(address_key(rendezvous.rank, rendezvous.incarnation), json.dumps(address))
+    rendezvous.publish(address)
     return listeners
 
 
@@ -72,11 +68,6 @@ def find(rendezvous: Rendezvous, peer: int, seconds: float, incarnation: int = 0
         return Target(f"ipc://@{address['local']}")
     where = f"{address['host']} port {address['port']}"
     return Target(f"tcp://{_bracketed(address['host'])}:{address['port']}", bytes.fromhex(address.get("key", "")), where)
-
-
-def key_of(rendezvous: Rendezvous, peer: int, incarnation: int) -> bytes:
-    """The public key of a process, from the store. Raises OSError or RuntimeError."""
-    return bytes.fromhex(rendezvous.address_of(peer, incarnation, _SECONDS).get("key", ""))
 
 
 def probe(address: Mapping[str, Any], node: str, seconds: float) -> socket.socket:

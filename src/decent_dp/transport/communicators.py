@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import hmac
 import ipaddress
 import json
 import os
@@ -24,6 +25,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, default_pg_timeout
 
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
+from decent_dp.transport.messages import VERSION
+from decent_dp.transport.sockets import Curve
 from decent_dp.transport.store import ROOT, StoreCalls, StoreClient, read_bytes, read_text, warn_of_unreadable, whole_store
 
 # torch's stubs leave out what its communicators can do (send, recv, allreduce, … on lists of tensors).
@@ -96,7 +99,8 @@ class Rendezvous:
         token: the secret with which they prove that they are of this run; known to these workers alone.
         run_id: this wrapper's own name, the same on all its workers.
         addresses: of workers, as far as they were looked up.
-        encrypt: what passes between nodes; None: as between nodes by default.
+        encrypt: whether connections are encrypted; None: those that leave a node.
+        curve: this worker's keys. ``keys``: the public ones of the workers that began the run, as far as they are known.
     """
 
     store: Store
@@ -112,23 +116,43 @@ class Rendezvous:
     incarnation: int = 0
     addresses: dict[int, dict[str, Any]] = field(default_factory=dict)
     encrypt: bool | None = None
+    curve: Curve = field(default_factory=Curve.create, repr=False)
+    keys: frozenset[bytes] = frozenset()
 
     @classmethod
-    def create(cls, process_group: dist.ProcessGroup | None, most_workers: int = 0) -> Rendezvous:
-        """Called by all workers of ``process_group`` (None: the default group) together. ``most_workers``: of ``Tolerate``."""
+    def create(cls, process_group: dist.ProcessGroup | None, most_workers: int = 0, encrypt: bool | None = None) -> Rendezvous:
+        """Called by all workers of ``process_group`` (None: the default group) together.
+
+        Args:
+            most_workers: of ``Tolerate``.
+
+        Raises:
+            ValueError: the workers' versions, secrets or ``encrypt`` differ. It is raised on all of them.
+        """
         group = process_group if process_group is not None else dist.group.WORLD
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         cards: list[Any] = [None] * world_size
+        curve, name = Curve.create(), uuid.uuid4().hex
+        card = {
+            "version": VERSION,
+            "name": name,
+            "token": secrets.token_hex(16),
+            "stack": network_stack(),
+            "key": curve.public.hex(),
+            "secret": run_secret().bind(name),
+            "encrypt": encrypt,
+        }
         try:
-            dist.all_gather_object(cards, (uuid.uuid4().hex, secrets.token_hex(16), network_stack()), group=group)
+            dist.all_gather_object(cards, card, group=group)
         except RuntimeError as error:
             if _ONE_GPU in str(error).lower():
                 raise RuntimeError(_SHARED_GPU) from error
             raise
+        _check_cards(cards)
         # Without the prefix of the process group, which a process that joins later does not know.
-        store = PrefixStore(f"{ROOT}/{cards[0][0]}", whole_store(_get_default_store()))
+        store = PrefixStore(f"{ROOT}/{cards[0]['name']}", whole_store(_get_default_store()))
         # A worker that does not know its stack shares it with nobody.
-        node_of = tuple(stack or f"worker {i}" for i, (_, _, stack) in enumerate(cards))
+        node_of = tuple(card["stack"] or f"worker {i}" for i, card in enumerate(cards))
         return cls(
             store,
             rank,
@@ -136,11 +160,44 @@ class Rendezvous:
             timeout_of(group),
             nccl="nccl" in str(dist.get_backend(group)),
             node_of=node_of,
-            token=bytes.fromhex(cards[0][1]),
-            run_id=cards[0][0],
+            token=bytes.fromhex(cards[0]["token"]),
+            run_id=cards[0]["name"],
             node=node_of[rank],
             places=max(world_size, most_workers),
+            encrypt=encrypt,
+            curve=curve,
+            keys=frozenset(bytes.fromhex(card["key"]) for card in cards),
         )
+
+    @functools.cached_property
+    def proof(self) -> bytes:
+        """The secret with which workers prove that they are of this run: the token, and the user's secret if there is one."""
+        return bytes.fromhex(run_secret().bind(self.token.hex())) if run_secret().text else self.token
+
+    def bind(self, text: str) -> str:
+        """Binds what is in the store to the run's secret."""
+        return hmac.digest(self.proof, b"decent_dp store " + text.encode(), "sha256").hex()
+
+    def publish(self, address: dict[str, Any]) -> None:
+        """Stores where this worker listens, and its public key."""
+        address["rank"] = self.rank
+        address["mac"] = self.bind(_unbound(address))
+        self.addresses[self.rank] = address
+        self.store.set(address_key(self.rank, self.incarnation), json.dumps(address))
+        self.store.set(*self._key_record)
+
+    @property
+    def _key_record(self) -> tuple[str, str]:
+        key = self.curve.public.hex()
+        return f"key/{key}", self.bind(key)
+
+    def _is_bound(self, address: dict[str, Any], rank: int) -> bool:
+        return address.get("rank") == rank and hmac.compare_digest(str(address["mac"]), self.bind(_unbound(address)))
+
+    def knows(self, key: bytes, seconds: float) -> bool:
+        """Whether the store has this public key of a worker. Raises OSError if it does not answer."""
+        found = self._client.run(lambda store: read_text(store, f"{self.run_id}/key/{key.hex()}"), seconds)
+        return hmac.compare_digest(found or "", self.bind(key.hex()))
 
     @functools.cached_property
     def _client(self) -> StoreClient:
@@ -182,6 +239,11 @@ class Rendezvous:
 
     def _keep_address(self, rank: int, incarnation: int, value: bytes) -> dict[str, Any]:
         address = _read_address(value, incarnation)
+        if address is not None and "mac" in address and not self._is_bound(address, rank):
+            raise RuntimeError(
+                f"the address of worker {rank} in the store was not written by a worker of this run: see who else writes to "
+                "it, and that DECENT_DP_SECRET is the same on all workers"
+            )
         if address is None:
             key = f"{self.run_id}/{address_key(rank, incarnation)}"
             warn_of_unreadable(key, f"no connection to worker {rank} is made until it is there again")
@@ -199,7 +261,7 @@ class Rendezvous:
             "timeout": self.timeout.total_seconds(),
         }
         own = json.dumps(self.addresses[self.rank])
-        return {"run": json.dumps(common), address_key(self.rank, self.incarnation): own}
+        return {"run": json.dumps(common), address_key(self.rank, self.incarnation): own, **dict([self._key_record])}
 
     @property
     def local(self) -> frozenset[int]:
@@ -230,6 +292,57 @@ class Rendezvous:
         if len(self.local) == self.world_size - 1:  # nothing needs to listen beyond it
             return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
         return dist.ProcessGroupGloo.create_default_device()
+
+
+@dataclass(frozen=True)
+class RunSecret:
+    """A secret of the user's, known to the workers of a run alone; empty for none."""
+
+    text: bytes = field(repr=False)
+
+    def bind(self, text: str) -> str:
+        """Proves that this worker knows the secret; empty without one."""
+        return hmac.digest(self.text, b"decent_dp run " + text.encode(), "sha256").hex() if self.text else ""
+
+
+def run_secret() -> RunSecret:
+    """The secret in DECENT_DP_SECRET, or in the file that DECENT_DP_SECRET_FILE names.
+
+    Raises:
+        ValueError: the file cannot be read, or is empty.
+    """
+    name = os.environ.get("DECENT_DP_SECRET_FILE", "")
+    if not name:
+        return RunSecret(os.environ.get("DECENT_DP_SECRET", "").encode())
+    try:
+        with open(name, "rb") as file:
+            text = file.read().strip()
+    except OSError as error:
+        raise ValueError(f"DECENT_DP_SECRET_FILE={name} cannot be read: {error.strerror}") from error
+    if not text:
+        raise ValueError(f"DECENT_DP_SECRET_FILE={name} is empty: write a long random text to it")
+    return RunSecret(text)
+
+
+def _check_cards(cards: Sequence[dict[str, Any]]) -> None:
+    """Raises the same ValueError on all workers if they cannot work together."""
+    versions = [card.get("version") if isinstance(card, dict) else None for card in cards]
+    if set(versions) != {VERSION}:
+        raise ValueError(
+            f"the workers speak different versions of the protocol (by rank: {versions}): install one on all of them"
+        )
+    encrypts = [card["encrypt"] for card in cards]
+    if len(set(encrypts)) > 1:
+        raise ValueError(f"encrypt= must be the same on all workers, and is (by rank): {encrypts}")
+    with_secret = [rank for rank, card in enumerate(cards) if card["secret"]]
+    if 0 < len(with_secret) < len(cards):
+        raise ValueError(f"only workers {with_secret} have DECENT_DP_SECRET (or DECENT_DP_SECRET_FILE): set it on all of them")
+    if any(card["secret"] != run_secret().bind(card["name"]) for card in cards):
+        raise ValueError("DECENT_DP_SECRET (or the file of DECENT_DP_SECRET_FILE) is not the same on all workers")
+
+
+def _unbound(address: dict[str, Any]) -> str:
+    return json.dumps({name: value for name, value in address.items() if name != "mac"}, sort_keys=True)
 
 
 _SHARED_GPU = (

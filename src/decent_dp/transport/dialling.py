@@ -199,16 +199,14 @@ class Dialler:
         self._start(attempt, identity, (plane,))
 
     def _start(self, attempt: Attempt, identity: Identity, planes: Sequence[int]) -> None:
-        name = secrets.token_bytes(16)
+        name = secrets.token_bytes(16)  # never twice: of two connections with one routing id the second is ignored
         curve = self._curve if attempt.target.key else None
         keys = self._curve.public + attempt.target.key if curve else b""
-        # Whose key it is can be looked up with what the routing id says.
-        own = b"%d|%d|" % (self._identity.rank, self._identity.incarnation)
         try:
             for plane in planes:
                 # Heartbeats wait behind the frame that is being written: they go where no data do.
                 beats = None if plane == BULK else self.dead_after
-                routing_id = own + name.hex().encode() + b"|%d" % plane
+                routing_id = name + bytes([plane])
                 breaks = self._flow.tolerant or identity.rank == GUEST
                 socket = self._sockets.dial(
                     attempt.target.endpoint, routing_id, curve, attempt.target.key, beats, breaks=breaks

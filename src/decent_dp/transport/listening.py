@@ -47,8 +47,7 @@ class Doorman:
         opened: called with a worker that is welcome and its channels (control and bulk, or that of a visit).
         authenticator: libzmq's questions; None: nothing is encrypted.
         known: the public keys of workers, of 32 bytes each.
-        look_up: returns the key of the process of a rank and incarnation from the store, blocking; it raises OSError or
-            RuntimeError.
+        is_known: whether the store has a key, blocking; it raises OSError or RuntimeError.
         read_events: reads what has happened to the connections of a socket (``happened``).
         call: runs a function in the transport's thread.
         on_error: ends this worker with an error of another thread.
@@ -62,13 +61,13 @@ class Doorman:
         opened: Callable[[Identity, list[Channel]], None],
         authenticator: Any,
         known: set[bytes],
-        look_up: Callable[[int, int], bytes],
+        is_known: Callable[[bytes], bool],
         read_events: Callable[[Socket], None],
         call: Callable[[Callable[[], None]], None],
         on_error: Callable[[Exception], None],
     ) -> None:
         self._identity, self._secret, self._admit, self._opened = identity, secret, admit, opened
-        self._authenticator, self._known, self._look_up = authenticator, known, look_up
+        self._authenticator, self._known, self._is_known = authenticator, known, is_known
         self._read_events, self._call, self._on_error = read_events, call, on_error
         # By descriptor: since when a connection is there that has proven nothing.
         self._strangers: dict[int, float] = {}
@@ -179,23 +178,18 @@ class Doorman:
                     self._judge(frames)
 
     def _judge(self, frames: list[bytes]) -> None:
-        sender, _, _, request, _, _, routing_id, mechanism, key = frames
-        rank, _, rest = routing_id.partition(b"|")
-        incarnation = rest.partition(b"|")[0]
-        if mechanism != b"CURVE" or key in self._known:
-            self._answer(sender, request, key, is_known=mechanism == b"CURVE")
-        elif self._lookups < _LOOKUPS and rank.isdigit() and incarnation.isdigit() and len(routing_id) < 128:
-            self._lookups += 1
-            look_up = partial(self._ask_the_store, int(rank), int(incarnation), key, sender, request)
-            if not start_thread(look_up, "decent_dp-keys", self._on_error):
-                self._found(sender, request, key, is_known=False)
-        else:
-            self._answer(sender, request, key, is_known=False)
+        sender, request, mechanism, key = frames[0], frames[3], frames[7], frames[8]
+        if mechanism != b"CURVE" or key in self._known or self._lookups >= _LOOKUPS:
+            self._answer(sender, request, key, is_known=mechanism == b"CURVE" and key in self._known)
+            return
+        self._lookups += 1
+        if not start_thread(partial(self._ask_the_store, key, sender, request), "decent_dp-keys", self._on_error):
+            self._found(sender, request, key, is_known=False)
 
-    def _ask_the_store(self, rank: int, incarnation: int, key: bytes, sender: bytes, request: bytes) -> None:
+    def _ask_the_store(self, key: bytes, sender: bytes, request: bytes) -> None:
         is_known = False
         with contextlib.suppress(OSError, RuntimeError):
-            is_known = self._look_up(rank, incarnation) == key
+            is_known = self._is_known(key)
         with contextlib.suppress(RuntimeError):  # the transport was closed
             self._call(partial(self._found, sender, request, key, is_known=is_known))
 

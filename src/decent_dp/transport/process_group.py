@@ -19,7 +19,7 @@ from torch import Tensor
 from decent_dp.compression import Compression, FlatTensor, Lossless
 from decent_dp.faults import Tolerate, default_dead_after, most_workers
 from decent_dp.topo import Edge
-from decent_dp.transport.addresses import find, key_of
+from decent_dp.transport.addresses import find
 from decent_dp.transport.addresses import listen as listen_zmq
 from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, ExchangeRequest, Handle, Transport
 from decent_dp.transport.by_communicator import AllReduceGroups, BesideTraining, Exchanges, GlooPairs, NcclPairs
@@ -31,7 +31,7 @@ from decent_dp.transport.hello import Identity as NewIdentity
 from decent_dp.transport.inprocess import InProcessTransport
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.peers import Peers
-from decent_dp.transport.sockets import Curve, Sockets
+from decent_dp.transport.sockets import Sockets
 from decent_dp.transport.survivors import SurvivorControl
 from decent_dp.transport.tcp.addresses import dial, listen
 from decent_dp.transport.tcp.greeting import Identity
@@ -161,18 +161,18 @@ class ProcessGroupTransport(Transport):
     def _listen(self) -> None:
         shared = self._rendezvous
         if os.environ.get("DECENT_DP_WIRE") == "zmq":
-            sockets, curve = Sockets(), Curve.create()
+            sockets = Sockets()
             self._reactor: Any = Wire(
                 NewIdentity(bytes.fromhex(shared.run_id), shared.rank, secrets.token_bytes(8), shared.incarnation),
-                shared.token,
+                shared.proof,
                 range(shared.world_size),
                 shared.local,
                 sockets,
-                listen_zmq(shared, sockets, curve),
-                curve,
-                set(),
+                listen_zmq(shared, sockets),
+                shared.curve,
+                set(shared.keys),
                 lambda peer, incarnation: find(self._rendezvous, peer, self._dial_seconds, incarnation),
-                lambda peer, incarnation: key_of(self._rendezvous, peer, incarnation),
+                lambda key: shared.knows(key, 2.0),
                 self.timeout,
                 default_dead_after(),
             )

@@ -66,7 +66,8 @@ class Wire:
         listeners: those to which others connect.
         curve: this worker's keys.
         known: the public keys of other workers.
-        find, key_of: where a process of a worker listens, and its public key, by rank and incarnation; blocking.
+        find: where a process of a worker listens, by its rank and incarnation; blocking.
+        is_known: whether the store has a public key; blocking.
         timeout: seconds that a worker has to answer when it is dialled.
         dead_after: seconds without a sign of life after which a peer that is waited for is an error (``tolerate``: is dead).
     """
@@ -82,7 +83,7 @@ class Wire:
         curve: Curve,
         known: set[bytes],
         find: Callable[[int, int], Target],
-        key_of: Callable[[int, int], bytes],
+        is_known: Callable[[bytes], bool],
         timeout: float,
         dead_after: float = 10.0,
     ) -> None:
@@ -123,7 +124,7 @@ class Wire:
             self._let_in,
             authenticator,
             known,
-            key_of,
+            is_known,
             self._read_events,
             self.call,
             self.fail,
