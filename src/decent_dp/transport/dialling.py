@@ -14,8 +14,9 @@ from typing import Protocol
 
 import zmq
 
+from decent_dp.transport.channels import Channel, WireLink
 from decent_dp.transport.communicators import GreetingError, UnreachableError
-from decent_dp.transport.flow import Channel, Flow, WireLink
+from decent_dp.transport.flow import Flow
 from decent_dp.transport.hello import BULK, CONTROL, GUEST, Dialled, Identity, ReplacedError
 from decent_dp.transport.link import LinkState
 from decent_dp.transport.messages import HELLO, REFUSED, Header, pack

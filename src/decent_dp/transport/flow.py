@@ -18,14 +18,13 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
-import zmq
 from torch.autograd import profiler
 
 from decent_dp.errors import WireError
-from decent_dp.transport.link import Key, Link, LinkState, Message, Priority, Receiving, Sending
+from decent_dp.transport.channels import SMALL, Channel, Network, Rate, WireLink
+from decent_dp.transport.link import Key, Link, LinkState, Message, Receiving, Sending
 from decent_dp.transport.messages import (
     ACK,
     ASK,
@@ -47,165 +46,20 @@ from decent_dp.transport.messages import (
     pack,
 )
 from decent_dp.transport.settlement import Settlement
-from decent_dp.transport.sockets import SILENT, Socket
+from decent_dp.transport.sockets import SILENT
 from decent_dp.transport.votes import Vote
 
-__all__ = ["Channel", "Flow", "WireLink"]
+__all__ = ["Flow"]
 
 _log = logging.getLogger(__name__)
 
-# Messages of at most so many bytes are wanted as a whole at once: waiting would take longer than the message.
-_SMALL = 2**14
-# Seconds of a peer's rate that are wanted ahead: what a shaped link queues, 0.1 s and more, and a few turns of both threads.
-_AHEAD = 0.5
-# Bytes that are wanted ahead of a peer whose rate is not known, and at least.
-_UNKNOWN, _LEAST = 2**19, 2**17
-# From the peers of a group a chunk of each, so that one that is busy with others does not keep the rest waiting, up to 3 MiB
-# (docs/log.md, 2026-11-26, "'complete' over slow links").
-_OF_MANY, _MANY = 2**18, 12
 # Bytes of a frame, a fourth of what is wanted, are at least this: a frame is never sent in part, and each costs a turn.
 _SMALLEST_FRAME = 2**16
-# Frames below this are copied by pyzmq; the memory of others is lent to libzmq.
-_COPIED = 2**16
 # Frames that are handed to libzmq before the thread looks for what has come.
 _FRAMES = 16
-# A link is full of messages to a peer while so many bytes have not arrived there, and some did within so many seconds.
-_FULL, _RECENTLY = 2**16, 0.5
-# Seconds over which a rate is measured, without those between messages.
-_INTERVAL = 0.05
 # STARTs of exchanges to come that are kept of one peer.
 _MOST_AHEAD = 2**16
 _NO_RANGE = contextlib.nullcontext()
-
-
-class Rate:
-    """Bytes per second, while bytes are due; 0 before the first measurement."""
-
-    def __init__(self) -> None:
-        self.value = 0.0
-        self._from, self._bytes = 0.0, 0
-
-    def begin(self, now: float) -> None:
-        """Bytes are due from now on."""
-        self._from, self._bytes = now, 0
-
-    def count(self, amount: int, now: float) -> None:
-        self._bytes += amount
-        if now - self._from >= _INTERVAL:
-            # Intervals in which there was nothing to move say little: an old rate is given up slowly.
-            self.value = max(self._bytes / (now - self._from), 0.9 * self.value)
-            self.begin(now)
-
-
-@dataclass(eq=False)
-class Network:
-    """The links inside this node, or all to other nodes.
-
-    Attributes:
-        local: within a node, where nothing is scarce.
-        sendings: those with something to send, a heap by priority.
-        wanted: receivings that are offered and not wanted in full, sorted by priority.
-        outstanding: bytes that are wanted and have not arrived, of those that are offered.
-        waiting: the message of highest priority waits until another peer has its bytes.
-    """
-
-    local: bool
-    sendings: list[tuple[Priority, Sending]] = field(default_factory=list)
-    wanted: list[tuple[Priority, Receiving]] = field(default_factory=list)
-    outstanding: int = 0
-    coming: Rate = field(default_factory=Rate)
-    waiting: bool = False
-
-    def space(self, receiving: Receiving, link: WireLink) -> int:
-        """Bytes of a message that are to be wanted now; 0 if it is too early to ask for more."""
-        left = receiving.size - receiving.granted
-        if self.local:
-            return left
-        most = max(_UNKNOWN, _OF_MANY * min(receiving.sources, _MANY), int(_AHEAD * self.coming.value))
-        space = min(link.window - link.outstanding, most - self.outstanding)
-        return min(left, space) if space >= min(left, link.window // 4, most // 4) else 0
-
-    def must_wait(self, sending: Sending, links: Iterable[WireLink]) -> bool:
-        """Whether a message has to wait because the link is full of messages to another peer in an earlier round.
-
-        The peer of the later round may have wanted it long ago, because it has nothing else to do. The kernel would give each
-        half of the link, and the earlier exchange, for which both its members wait, would take twice as long. Messages of
-        groups, which have steps, do not wait: one to another peer mostly uses a part of the link that is free.
-        """
-        others = (other for other in links if other.network is self and other.peer != sending.peer)
-        self.waiting = not (self.local or sending.step) and any(other.is_full_before(sending.key[0]) for other in others)
-        return self.waiting
-
-
-@dataclass(eq=False)
-class Channel:
-    """One connection of ZeroMQ.
-
-    Attributes:
-        plane: of ``hello``.
-        routing_id: at a socket that listens; empty at one that dials.
-        descriptor: of the connection, at a socket that listens.
-        link: whose it is, once it is open.
-    """
-
-    socket: Socket
-    plane: int
-    routing_id: bytes = b""
-    descriptor: int = -1
-    link: WireLink | None = None
-
-    def send(self, header: bytes, body: memoryview | bytes = b"") -> None:
-        """Nothing is sent, without an error, on a connection that is lost: its end is told otherwise."""
-        stream = self.socket.zmq
-        try:
-            if self.routing_id:
-                stream.send(self.routing_id, zmq.SNDMORE | zmq.NOBLOCK)
-            if not len(body):
-                stream.send(header, zmq.NOBLOCK)
-            else:
-                stream.send(header, zmq.SNDMORE | zmq.NOBLOCK)
-                stream.send(body, zmq.NOBLOCK, copy=len(body) < _COPIED)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
-                raise
-
-
-class WireLink(Link):
-    """The link to one peer, with its two connections while it is open."""
-
-    def __init__(self, peer: int, network: Network) -> None:
-        super().__init__(peer)
-        self.network = network
-        self.control: Channel | None = None
-        self.bulk: Channel | None = None
-        self.outstanding = 0
-        self.coming = Rate()
-        # STARTs of exchanges in which this worker is not yet.
-        self.early: dict[Key, Header] = {}
-
-    def has_begun(self, key: Key) -> bool:
-        return key in self.early
-
-    @property
-    def window(self) -> int:
-        rate = self.coming.value
-        return max(_LEAST, int(_AHEAD * rate)) if rate else _UNKNOWN
-
-    def count_wanted(self, amount: int) -> None:
-        """Bytes were wanted; negative: have come, or are wanted no more."""
-        now = time.monotonic()
-        for of in (self.network, self):
-            if of.outstanding == 0 and amount > 0:
-                of.coming.begin(now)
-            of.outstanding += amount
-
-    def is_full_before(self, round_: int) -> bool:
-        """Whether messages of rounds before this one are on their way and there is more of them to come."""
-        if time.monotonic() - self.moved > _RECENTLY:
-            return False
-        # They are added round by round.
-        earliest = next((sending for sending in self.sendings.values() if sending.written < sending.size), None)
-        return earliest is not None and earliest.key[0] < round_ and earliest.written - earliest.arrived > _FULL
 
 
 class Flow:
@@ -331,7 +185,7 @@ class Flow:
 
     def _begin(self, link: WireLink, receiving: Receiving) -> None:
         """Asks for a message, or for the rest of it on a new connection."""
-        if receiving.size <= _SMALL:
+        if receiving.size <= SMALL:
             self._want(link, receiving, receiving.size)
             return
         if receiving.offered:
@@ -344,7 +198,7 @@ class Flow:
             self._want(link, receiving, window if is_first and not receiving.offered else receiving.granted)
 
     def _want(self, link: WireLink, receiving: Receiving, upto: int) -> None:
-        if receiving.offered and receiving.size > _SMALL:
+        if receiving.offered and receiving.size > SMALL:
             link.count_wanted(upto - receiving.granted)
         receiving.granted = upto
         self._start(link, receiving)
@@ -372,7 +226,7 @@ class Flow:
         """The peer has the message, or is in the exchange."""
         if not receiving.offered:
             receiving.offered = True
-            if receiving.size > _SMALL:
+            if receiving.size > SMALL:
                 if receiving.granted > receiving.received:
                     link.count_wanted(receiving.granted - receiving.received)
                 if receiving.granted < receiving.size:
@@ -409,7 +263,7 @@ class Flow:
         self._offered(link, receiving)
         receiving.received += length
         link.moved = time.monotonic()
-        if receiving.size > _SMALL:
+        if receiving.size > SMALL:
             link.count_wanted(-length)
         for rate in (link.coming, link.network.coming):
             rate.count(length, link.moved)
@@ -442,7 +296,7 @@ class Flow:
             return  # not added yet, or cancelled
         if not sending.offered and sending.ready > 0 and link.control is not None:
             sending.offered = True
-            if sending.size > _SMALL and not _is_mutual(sending.key):
+            if sending.size > SMALL and not _is_mutual(sending.key):
                 link.control.send(pack(START, sending.key, OFFERS, size=sending.size))
         if self.tolerant and sending.ready == sending.size:
             self.settlement.vote_if_complete(link, sending.key[1])
@@ -511,7 +365,7 @@ class Flow:
             sending.ready = sending.written  # it is not sendable any more
 
     def _want_nothing(self, link: WireLink, receiving: Receiving) -> None:
-        if receiving.offered and receiving.size > _SMALL:
+        if receiving.offered and receiving.size > SMALL:
             link.count_wanted(receiving.received - receiving.granted)
         link.network.wanted = [entry for entry in link.network.wanted if entry[1] is not receiving]
 

@@ -7,6 +7,7 @@ import enum
 import math
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ class Pair:
         return self.receiving.key[1]
 
 
-class Link:
+class Link(ABC):
     """What is known of one peer.
 
     Attributes:
@@ -181,9 +182,9 @@ class Link:
             return math.inf
         return now - self.heard if self.state is LinkState.BROKEN else 0.0
 
+    @abstractmethod
     def has_begun(self, key: Key) -> bool:
         """Whether the peer is known to be in the exchange of a message."""
-        raise NotImplementedError
 
     def keep_note(self, bucket: int, frame: bytes) -> None:
         self.notes.setdefault(bucket, deque(maxlen=2)).append(frame)

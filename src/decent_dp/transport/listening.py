@@ -12,7 +12,7 @@ from typing import Any
 
 import zmq
 
-from decent_dp.transport.flow import Channel
+from decent_dp.transport.channels import Channel
 from decent_dp.transport.hello import VISIT, Identity, Visitor
 from decent_dp.transport.messages import HEADER_BYTES, HELLO, REFUSED, pack
 from decent_dp.transport.sockets import Event, Socket, shut_down

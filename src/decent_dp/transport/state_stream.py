@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from decent_dp.transport.flow import Channel
+from decent_dp.transport.channels import Channel
 from decent_dp.transport.messages import STATE, Header, pack
 
 __all__ = ["StateStream"]

@@ -9,30 +9,29 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-import zmq
-
-from decent_dp.errors import WireError
 from decent_dp.transport.agreement import View
+from decent_dp.transport.channels import Channel, WireLink
+from decent_dp.transport.commands import Commands
 from decent_dp.transport.communicators import SilentError
 from decent_dp.transport.control_plane import ControlPlane
-from decent_dp.transport.dialling import CROSSING, Attempt, Dialler, End, Target
-from decent_dp.transport.flow import Channel, Flow, WireLink
+from decent_dp.transport.dialling import CROSSING, Attempt, Dialler, Target
+from decent_dp.transport.flow import Flow
 from decent_dp.transport.hello import GUEST, REPLACED, VISIT, Identity
 from decent_dp.transport.link import Key, LinkState, Receiving, Sending
 from decent_dp.transport.listening import Doorman
 from decent_dp.transport.liveness import WireNeighbours
 from decent_dp.transport.mailbox import Mailbox
-from decent_dp.transport.messages import ACK, BYE, DATA, HEADER_BYTES, STATE, Header, pack, unpack
+from decent_dp.transport.messages import ACK, BYE, Header, pack
 from decent_dp.transport.neighbours import Stream
+from decent_dp.transport.polling import Polling
+from decent_dp.transport.reading import Reader
 from decent_dp.transport.repeats import Repeats
-from decent_dp.transport.sockets import SILENT, Curve, Socket, Sockets, shut_down
+from decent_dp.transport.sockets import SILENT, Curve, Socket, Sockets
 from decent_dp.transport.state_stream import StateStream
 from decent_dp.transport.waiter import start_thread
 
@@ -98,20 +97,9 @@ class Wire:
         self._next_beat, self._woke = time.monotonic(), -math.inf
         self._neighbours: WireNeighbours | None = None
         self._look_at = math.inf
-        self._commands: deque[Callable[[], None]] = deque()
-        self._commands_lock = threading.Lock()
-        self._ended = False
+        self._commands = Commands()
         self.mailbox = Mailbox(self.call)
-        self._poller = zmq.Poller()
-        # By zmq's sockets: those with a monitor, and whose they are where this worker has dialled.
-        self._sources: dict[Any, Socket] = {}
-        self._owners: dict[Socket, End | Channel] = {}
-        # Connections that others have made: by routing id, and by descriptor.
-        self._routes: dict[bytes, Channel] = {}
-        self._accepted: dict[int, Channel] = {}
-        # Those that have ended.
-        self._over: list[Channel] = []
-        self._streams: dict[Channel, StateStream] = {}
+        self._polling = Polling(sockets)
         # What still has to say its last word, and until when.
         self._leaving: dict[Channel, float] = {}
         self._flow = Flow(identity.rank, local, self._keep_note, self._connected, self._hang_up)
@@ -125,13 +113,13 @@ class Wire:
             authenticator,
             known,
             is_known,
-            self._read_events,
+            self._polling.read_events,
             self.call,
             self.fail,
         )
         self._dialler = Dialler(
             self._flow,
-            self,
+            self._polling,
             sockets,
             identity,
             secret,
@@ -144,6 +132,8 @@ class Wire:
             self.fail,
             self._refused,
         )
+        self._reader = Reader(self._polling, self._flow, self._hear_bye)
+        self._polling.dialler, self._polling.doorman = self._dialler, self._doorman
         self.control_plane = ControlPlane(
             identity.rank,
             len(expected),
@@ -156,15 +146,7 @@ class Wire:
             self._is_silent,
             lambda: any(link.start > self._flow.round for link in self._flow.connections.values()),
         )
-        # A byte to the pipe wakes the thread.
-        self._wakeup, self._waker = os.pipe()
-        os.set_blocking(self._wakeup, False)
-        os.set_blocking(self._waker, False)
-        self._woken = False
         self._closing: float | None = None
-        # What has ended the thread, and the name of the thread in which it was raised.
-        self._error: BaseException | None = None
-        self._failed_in = ""
         self._thread = threading.Thread(target=self._run, name="decent_dp-transport", daemon=True)
         _WIRES.add(self)
         self._thread.start()
@@ -240,7 +222,7 @@ class Wire:
         return future.result()
 
     def _stream(self, channel: Channel) -> StateStream:
-        stream = self._streams[channel] = StateStream(channel, self.call, self._hang_up_channel)
+        stream = self._polling.streams[channel] = StateStream(channel, self.call, self._polling.hang_up)
         return stream
 
     @property
@@ -314,21 +296,14 @@ class Wire:
         Raises:
             RuntimeError: the thread has ended.
         """
-        with self._commands_lock:
-            if self._ended:
-                raise self._is_over() from self._error
-            self._commands.append(command)
-            if not self._woken and threading.current_thread() is not self._thread:
-                self._woken = True
-                with contextlib.suppress(BlockingIOError):
-                    os.write(self._waker, b"!")
+        self._commands.put(command, wake=threading.current_thread() is not self._thread)
 
     def fail(self, error: Exception) -> None:
         """``Neighbours.fail``."""
         name = threading.current_thread().name
 
         def end() -> None:
-            self._failed_in = self._failed_in or name
+            self._commands.failed_in = self._commands.failed_in or name
             raise error
 
         if self._closing is None:
@@ -337,14 +312,8 @@ class Wire:
 
     def refuse_failed(self) -> None:
         """``Neighbours.refuse_failed``."""
-        if self._error is not None:
-            raise self._is_over() from self._error
-
-    def _is_over(self) -> RuntimeError:
-        if self._error is None:
-            return RuntimeError("the transport was closed")
-        what = f"{type(self._error).__name__}: {self._error}"
-        return RuntimeError(f"the transport of this worker has failed: {what} (in the thread {self._failed_in})")
+        if self._commands.error is not None:
+            raise self._commands.is_over() from self._commands.error
 
     def close(self, *, says_bye: bool = True) -> None:
         """Ends the thread once everything that was sent has arrived, or cannot any more.
@@ -358,48 +327,23 @@ class Wire:
                 self.call(self._say_bye if says_bye else lambda: None)
             self._thread.join(_LINGER + 1)
 
-    # -- what the dialler needs of the thread ---------------------------------------------------------------------------
-
-    def watch(self, socket: Socket, owner: End | None = None) -> None:
-        self._sources[socket.zmq] = self._sources[socket.monitor] = socket
-        if owner is not None:
-            self._owners[socket] = owner
-        self._poller.register(socket.zmq, zmq.POLLIN)
-        self._poller.register(socket.monitor, zmq.POLLIN)
-
-    def pause(self, socket: Socket) -> None:
-        self._poller.unregister(socket.zmq)
-
-    def resume(self, socket: Socket, channel: Channel) -> None:
-        if socket in self._owners:
-            self._owners[socket] = channel
-            self._poller.register(socket.zmq, zmq.POLLIN)
-
-    def forget(self, socket: Socket) -> None:
-        if socket in self._owners:
-            del self._owners[socket], self._sources[socket.zmq], self._sources[socket.monitor]
-            for stream in (socket.zmq, socket.monitor):
-                if stream in self._poller:
-                    self._poller.unregister(stream)
-            self._sockets.close(socket)
-
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            self._poller.register(self._wakeup, zmq.POLLIN)
+            self._polling.add(self._commands.wakeup)
             if self._authenticator is not None:
-                self._poller.register(self._authenticator, zmq.POLLIN)
+                self._polling.add(self._authenticator)
             for listener in self._listeners:
-                self.watch(listener)
+                self._polling.watch(listener)
             more = False
             while self._closing is None or not self._is_drained():
                 more = self._step(more)
         except BaseException as error:
-            self._failed_in = self._failed_in or self._thread.name
-            self._error = error
+            self._commands.failed_in = self._commands.failed_in or self._thread.name
+            self._commands.error = error
             _log.exception("the transport of worker %d has failed", self._identity.rank)
-            over = self._is_over()
+            over = self._commands.is_over()
             over.__cause__ = error
             for link in list(self._flow.connections.values()):
                 self._flow.fail(link, over)
@@ -408,30 +352,26 @@ class Wire:
 
     def _step(self, more: bool) -> bool:
         """One turn. ``more``: there is more to send. Returns whether there is still."""
-        happened = [stream for stream, _ in self._poller.poll(0 if more else math.ceil(1000 * self._patience()))]
+        happened = self._polling.wait(0 if more else math.ceil(1000 * self._patience()))
         for stream in happened:
-            socket = self._sources.get(stream)
+            socket = self._polling.sources.get(stream)
             if socket is not None and stream is socket.monitor:
-                self._read_events(socket)
+                self._polling.read_events(socket)
         for stream in happened:
-            socket = self._sources.get(stream)
-            if stream == self._wakeup:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._wakeup, 4096)
-                self._woken = False  # after the read: a command that comes in between is done below
+            socket = self._polling.sources.get(stream)
+            if stream == self._commands.wakeup:
+                self._commands.awake()
             elif stream is self._authenticator:
                 self._doorman.authenticate()
             elif socket is not None and stream is socket.zmq:
-                self._read(socket, time.monotonic() + _READ_FOR)
+                self._reader.read(socket, time.monotonic() + _READ_FOR)
             # Much may have come from each of many peers. They must hear from this worker meanwhile.
             self._beat_if_due()
-        for channel in self._over:
+        for channel in self._polling.over:
             self._end(channel)
-        self._over.clear()
+        self._polling.over.clear()
         self._beat_if_due()
-        # The commands that are there now, not those that they add: a long encoding lets messages move in between.
-        for _ in range(len(self._commands)):
-            self._commands.popleft()()
+        self._commands.run()
         more = self._flow.go_on()
         if self._closing is None:
             now = time.monotonic()
@@ -453,27 +393,15 @@ class Wire:
 
     # -- events and messages ----------------------------------------------------------------------------------------------
 
-    def _read_events(self, socket: Socket) -> None:
-        owner = self._owners.get(socket)
-        for event in socket.events():
-            if socket.is_router and event.kind == zmq.EVENT_DISCONNECTED and event.descriptor in self._accepted:
-                self._over.append(self._accepted.pop(event.descriptor))
-            elif socket.is_router:
-                self._doorman.happened(event)
-            elif isinstance(owner, End):
-                self._dialler.happened(owner, event)
-            elif event.is_end and owner is not None:
-                self._over.append(owner)
-
     def _end(self, channel: Channel) -> None:
         """A connection has ended. What came before is read first."""
         if not channel.socket.zmq.closed:
-            self._read(channel.socket, math.inf)
+            self._reader.read(channel.socket, math.inf)
         self._lose(channel)
 
     def _lose(self, channel: Channel) -> None:
         self._leaving.pop(channel, None)
-        stream = self._streams.pop(channel, None)
+        stream = self._polling.streams.pop(channel, None)
         if stream is not None:
             stream.lose()
         link = channel.link
@@ -481,61 +409,7 @@ class Wire:
             silent = time.monotonic() - link.heard > self._dead_after / 2
             reason = f"silent for {self._dead_after:g} s" if silent else "closed by the peer"
             self._flow.lose(link, reason, SilentError(reason) if silent else None)
-        self._hang_up_channel(channel)
-
-    def _read(self, socket: Socket, until: float) -> None:
-        """Reads what has come to a socket."""
-        stream = socket.zmq
-        with contextlib.suppress(zmq.Again):
-            while not stream.closed and stream in self._poller and time.monotonic() < until:
-                first = stream.recv(zmq.NOBLOCK)
-                owner = self._routes.get(first) if socket.is_router else self._owners.get(socket)
-                if isinstance(owner, Channel):
-                    self._take(owner, stream.recv(zmq.NOBLOCK) if socket.is_router else first)
-                elif owner is not None:
-                    self._take_hello(owner, first)
-                elif socket.is_router:
-                    self._doorman.hear(socket, first)
-
-    def _take_hello(self, end: End, header: bytes) -> None:
-        body = _rest(end.channel.socket.zmq)
-        if len(header) == HEADER_BYTES:
-            with contextlib.suppress(WireError):
-                self._dialler.heard(end, unpack(header, end.attempt.peer), body)
-
-    def _take(self, channel: Channel, raw: bytes) -> None:
-        stream, link = channel.socket.zmq, channel.link
-        if link is None:
-            body, guest = _rest(stream), self._streams.get(channel)
-            if guest is not None and len(raw) == HEADER_BYTES and raw[0] == STATE:
-                guest.hear(unpack(raw, GUEST), body)
-            else:
-                self._doorman.dropped += 1
-            return
-        try:
-            header = unpack(raw, link.peer)
-            link.heard = time.monotonic()
-            if header.kind == DATA:
-                self._take_data(link, header, stream)
-            else:
-                body = _rest(stream)
-                if header.kind == BYE:
-                    self._hear_bye(link, channel, header)
-                elif link.state is LinkState.OPEN:
-                    self._flow.hear(link, header, body)
-        except WireError as error:
-            _rest(stream)
-            self._flow.fail(link, error)
-
-    def _take_data(self, link: WireLink, header: Header, stream: Any) -> None:
-        memory = self._flow.memory_for(link, header)
-        if memory is None:
-            _rest(stream)
-            return
-        count = stream.recv_into(memory, flags=zmq.NOBLOCK) if stream.get(zmq.RCVMORE) else 0
-        if count != len(memory) or stream.get(zmq.RCVMORE):
-            raise WireError(f"worker {link.peer} sent a part of {count} bytes, where it announced {len(memory)}")
-        self._flow.arrived(link, header)
+        self._polling.hang_up(channel)
 
     # -- links --------------------------------------------------------------------------------------------------------
 
@@ -587,14 +461,12 @@ class Wire:
         return None
 
     def _let_in(self, worker: Identity, channels: list[Channel]) -> None:
-        for channel in channels:
-            self._routes[channel.routing_id] = channel
-            self._accepted[channel.descriptor] = channel
+        self._polling.accept(channels)
         if worker.rank == GUEST:
             assert self.on_guest is not None
             stream = self._stream(channels[0])
             if not start_thread(partial(self.on_guest, stream), "decent_dp-guest", self._guest_failed):
-                self._hang_up_channel(channels[0])
+                self._polling.hang_up(channels[0])
             return
         link = self._flow.connection(worker.rank)
         self._dialler.cancel(worker.rank)
@@ -616,17 +488,7 @@ class Wire:
     def _hang_up(self, link: WireLink) -> None:
         for channel in (link.control, link.bulk):
             if channel is not None and channel not in self._leaving:
-                self._hang_up_channel(channel)
-
-    def _hang_up_channel(self, channel: Channel) -> None:
-        self._streams.pop(channel, None)
-        if not channel.routing_id:
-            self.forget(channel.socket)
-        elif self._routes.get(channel.routing_id) is channel:
-            del self._routes[channel.routing_id]
-            if self._accepted.get(channel.descriptor) is channel:
-                del self._accepted[channel.descriptor]
-                shut_down(channel.descriptor)
+                self._polling.hang_up(channel)
 
     # -- heartbeats -----------------------------------------------------------------------------------------------------
 
@@ -691,42 +553,22 @@ class Wire:
         return not (self._commands or waits)
 
     def _shut_down(self) -> None:
-        while not self._ended:
-            # The messages of these commands fail, and those who wait for them learn of the end.
-            while self._commands:
-                with contextlib.suppress(Exception):
-                    self._commands.popleft()()
-            self.control_plane.close(self._error)
+        while not self._commands.ended:
+            self._commands.run_last()
+            self.control_plane.close(self._commands.error)
             self._dialler.close()
             for waiting in self._waiting.values():
                 if not waiting.done():
-                    waiting.set_exception(self._is_over())
+                    waiting.set_exception(self._commands.is_over())
             for link in self._flow.connections.values():
                 self._flow.close(link, "the transport was closed")
-            for stream in list(self._streams.values()):
+            for stream in list(self._polling.streams.values()):
                 stream.lose()
-            with self._commands_lock:
-                self._ended = not self._commands
+            self._commands.end()
         if self._authenticator is not None:
             self._authenticator.close()
         self._sockets.close_all()
-        os.close(self._wakeup)
-        os.close(self._waker)
-
-    def _end_in_child(self) -> None:
-        """In a forked process, which has no such thread. It must not use what belongs to ZeroMQ."""
-        self._commands_lock = threading.Lock()  # another thread of the parent may have locked it
-        self._ended = True
-
-
-def _rest(stream: Any) -> bytes:
-    """The second frame of a message; what follows it is dropped."""
-    body = b""
-    if stream.get(zmq.RCVMORE):
-        body = stream.recv(zmq.NOBLOCK)
-    while stream.get(zmq.RCVMORE):
-        stream.recv(zmq.NOBLOCK)
-    return body
+        self._commands.close()
 
 
 _WIRES: weakref.WeakSet[Wire] = weakref.WeakSet()
@@ -734,8 +576,7 @@ _WIRES: weakref.WeakSet[Wire] = weakref.WeakSet()
 
 def _end_in_child() -> None:
     for wire in list(_WIRES):
-        if not wire._ended:
-            wire._end_in_child()
+        wire._commands.end_in_child()
 
 
 # DataLoader workers are forked where that is the default.

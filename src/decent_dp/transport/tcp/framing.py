@@ -276,8 +276,7 @@ class Framing:
         """Sends a vote, or asks for one."""
         connection.control.append(pack(kind, key))
 
-    def recall(self, connection: Connection, sending: Sending) -> None:
-        """What the kernel has is a copy."""
+    def recall(self, connection: Connection, sending: Sending) -> None: ...
 
     def begin(self, bucket: int) -> None:
         """Rounds count from now on for buckets from this number on."""

@@ -1,0 +1,161 @@
+"""The two connections to a peer, and the window of what may be on its way over them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import zmq
+
+from decent_dp.transport.link import Key, Link, Priority, Receiving, Sending
+from decent_dp.transport.messages import Header
+from decent_dp.transport.sockets import Socket
+
+__all__ = ["SMALL", "Channel", "Network", "Rate", "WireLink"]
+
+# Messages of at most so many bytes are wanted as a whole at once: waiting would take longer than the message.
+SMALL = 2**14
+# Seconds of a peer's rate that are wanted ahead: what a shaped link queues, 0.1 s and more, and a few turns of both threads.
+_AHEAD = 0.5
+# Bytes that are wanted ahead of a peer whose rate is not known, and at least.
+_UNKNOWN, _LEAST = 2**19, 2**17
+# From the peers of a group a chunk of each, so that one that is busy with others does not keep the rest waiting, up to 3 MiB
+# (docs/log.md, 2026-11-26, "'complete' over slow links").
+_OF_MANY, _MANY = 2**18, 12
+# Frames below this are copied by pyzmq; the memory of others is lent to libzmq.
+_COPIED = 2**16
+# A link is full of messages to a peer while so many bytes have not arrived there, and some did within so many seconds.
+_FULL, _RECENTLY = 2**16, 0.5
+# Seconds over which a rate is measured, without those between messages.
+_INTERVAL = 0.05
+
+
+class Rate:
+    """Bytes per second, while bytes are due; 0 before the first measurement."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._from, self._bytes = 0.0, 0
+
+    def begin(self, now: float) -> None:
+        """Bytes are due from now on."""
+        self._from, self._bytes = now, 0
+
+    def count(self, amount: int, now: float) -> None:
+        self._bytes += amount
+        if now - self._from >= _INTERVAL:
+            # Intervals in which there was nothing to move say little: an old rate is given up slowly.
+            self.value = max(self._bytes / (now - self._from), 0.9 * self.value)
+            self.begin(now)
+
+
+@dataclass(eq=False)
+class Network:
+    """The links inside this node, or all to other nodes.
+
+    Attributes:
+        local: within a node, where nothing is scarce.
+        sendings: those with something to send, a heap by priority.
+        wanted: receivings that are offered and not wanted in full, sorted by priority.
+        outstanding: bytes that are wanted and have not arrived, of those that are offered.
+        waiting: the message of highest priority waits until another peer has its bytes.
+    """
+
+    local: bool
+    sendings: list[tuple[Priority, Sending]] = field(default_factory=list)
+    wanted: list[tuple[Priority, Receiving]] = field(default_factory=list)
+    outstanding: int = 0
+    coming: Rate = field(default_factory=Rate)
+    waiting: bool = False
+
+    def space(self, receiving: Receiving, link: WireLink) -> int:
+        """Bytes of a message that are to be wanted now; 0 if it is too early to ask for more."""
+        left = receiving.size - receiving.granted
+        if self.local:
+            return left
+        most = max(_UNKNOWN, _OF_MANY * min(receiving.sources, _MANY), int(_AHEAD * self.coming.value))
+        space = min(link.window - link.outstanding, most - self.outstanding)
+        return min(left, space) if space >= min(left, link.window // 4, most // 4) else 0
+
+    def must_wait(self, sending: Sending, links: Iterable[WireLink]) -> bool:
+        """Whether a message has to wait because the link is full of messages to another peer in an earlier round.
+
+        The peer of the later round may have wanted it long ago, because it has nothing else to do. The kernel would give each
+        half of the link, and the earlier exchange, for which both its members wait, would take twice as long. Messages of
+        groups, which have steps, do not wait: one to another peer mostly uses a part of the link that is free.
+        """
+        others = (other for other in links if other.network is self and other.peer != sending.peer)
+        self.waiting = not (self.local or sending.step) and any(other.is_full_before(sending.key[0]) for other in others)
+        return self.waiting
+
+
+@dataclass(eq=False)
+class Channel:
+    """One connection of ZeroMQ.
+
+    Attributes:
+        plane: of ``hello``.
+        routing_id: at a socket that listens; empty at one that dials.
+        descriptor: of the connection, at a socket that listens.
+        link: whose it is, once it is open.
+    """
+
+    socket: Socket
+    plane: int
+    routing_id: bytes = b""
+    descriptor: int = -1
+    link: WireLink | None = None
+
+    def send(self, header: bytes, body: memoryview | bytes = b"") -> None:
+        """Nothing is sent, without an error, on a connection that is lost: its end is told otherwise."""
+        stream = self.socket.zmq
+        try:
+            if self.routing_id:
+                stream.send(self.routing_id, zmq.SNDMORE | zmq.NOBLOCK)
+            if not len(body):
+                stream.send(header, zmq.NOBLOCK)
+            else:
+                stream.send(header, zmq.SNDMORE | zmq.NOBLOCK)
+                stream.send(body, zmq.NOBLOCK, copy=len(body) < _COPIED)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+
+
+class WireLink(Link):
+    """The link to one peer, with its two connections while it is open."""
+
+    def __init__(self, peer: int, network: Network) -> None:
+        super().__init__(peer)
+        self.network = network
+        self.control: Channel | None = None
+        self.bulk: Channel | None = None
+        self.outstanding = 0
+        self.coming = Rate()
+        # STARTs of exchanges in which this worker is not yet.
+        self.early: dict[Key, Header] = {}
+
+    def has_begun(self, key: Key) -> bool:
+        return key in self.early
+
+    @property
+    def window(self) -> int:
+        rate = self.coming.value
+        return max(_LEAST, int(_AHEAD * rate)) if rate else _UNKNOWN
+
+    def count_wanted(self, amount: int) -> None:
+        """Bytes were wanted; negative: have come, or are wanted no more."""
+        now = time.monotonic()
+        for of in (self.network, self):
+            if of.outstanding == 0 and amount > 0:
+                of.coming.begin(now)
+            of.outstanding += amount
+
+    def is_full_before(self, round_: int) -> bool:
+        """Whether messages of rounds before this one are on their way and there is more of them to come."""
+        if time.monotonic() - self.moved > _RECENTLY:
+            return False
+        # They are added round by round.
+        earliest = next((sending for sending in self.sendings.values() if sending.written < sending.size), None)
+        return earliest is not None and earliest.key[0] < round_ and earliest.written - earliest.arrived > _FULL

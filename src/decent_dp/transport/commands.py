@@ -1,0 +1,86 @@
+"""What other threads have the transport's thread do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+
+__all__ = ["Commands"]
+
+
+class Commands:
+    """A queue of calls. A byte in a pipe wakes the thread, which polls ``wakeup``.
+
+    Attributes:
+        ended: nothing is called any more.
+        error: what has ended the thread. ``failed_in``: the name of the thread in which it was raised.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()
+        self.ended = False
+        self.error: BaseException | None = None
+        self.failed_in = ""
+        self.wakeup, self._waker = os.pipe()
+        os.set_blocking(self.wakeup, False)
+        os.set_blocking(self._waker, False)
+        self._woken = False
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def put(self, command: Callable[[], None], *, wake: bool) -> None:
+        """Adds a call. ``wake``: from another thread.
+
+        Raises:
+            RuntimeError: the thread has ended.
+        """
+        with self._lock:  # also for the pipe, which is closed after the end
+            if self.ended:
+                raise self.is_over() from self.error
+            self._waiting.append(command)
+            if wake and not self._woken:
+                self._woken = True
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._waker, b"!")
+
+    def awake(self) -> None:
+        """Empties the pipe. A command that comes after that wakes the thread again."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.wakeup, 4096)
+        self._woken = False
+
+    def run(self) -> None:
+        """Runs the calls that are there now, not those that they add: a long encoding lets messages move in between."""
+        for _ in range(len(self._waiting)):
+            self._waiting.popleft()()
+
+    def run_last(self) -> None:
+        """Runs what is left, whatever it raises: messages of these calls fail, and who waits for them learns of the end."""
+        while self._waiting:
+            with contextlib.suppress(Exception):
+                self._waiting.popleft()()
+
+    def end(self) -> None:
+        """Nothing is called any more, unless something was added in the meantime."""
+        with self._lock:
+            self.ended = not self._waiting
+
+    def end_in_child(self) -> None:
+        """In a forked process, which has no such thread."""
+        self._lock = threading.Lock()  # another thread of the parent may have locked it
+        self.ended = True
+
+    def is_over(self) -> RuntimeError:
+        if self.error is None:
+            return RuntimeError("the transport was closed")
+        what = f"{type(self.error).__name__}: {self.error}"
+        return RuntimeError(f"the transport of this worker has failed: {what} (in the thread {self.failed_in})")
+
+    def close(self) -> None:
+        os.close(self.wakeup)
+        os.close(self._waker)

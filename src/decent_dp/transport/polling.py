@@ -1,0 +1,102 @@
+"""Which sockets the transport's thread polls, and whose they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import zmq
+
+from decent_dp.transport.channels import Channel
+from decent_dp.transport.dialling import Dialler, End
+from decent_dp.transport.listening import Doorman
+from decent_dp.transport.sockets import Socket, Sockets, shut_down
+from decent_dp.transport.state_stream import StateStream
+
+__all__ = ["Polling"]
+
+
+class Polling:
+    """Used by the transport's thread alone.
+
+    Attributes:
+        sources: by zmq's sockets, those with a monitor: the socket.
+        owners: by socket: whose it is, where this worker has dialled.
+        routes, accepted: connections that others have made, by routing id and by descriptor.
+        over: connections that have ended.
+        streams: by the connection of a process that joins.
+        dialler, doorman: told what happens to connections that are not open; set before anything is watched.
+    """
+
+    dialler: Dialler
+    doorman: Doorman
+
+    def __init__(self, sockets: Sockets) -> None:
+        self._sockets = sockets
+        self._poller = zmq.Poller()
+        self.sources: dict[Any, Socket] = {}
+        self.owners: dict[Socket, End | Channel] = {}
+        self.routes: dict[bytes, Channel] = {}
+        self.accepted: dict[int, Channel] = {}
+        self.over: list[Channel] = []
+        self.streams: dict[Channel, StateStream] = {}
+
+    def add(self, source: Any) -> None:
+        """Polls a descriptor, or a socket without a monitor."""
+        self._poller.register(source, zmq.POLLIN)
+
+    def wait(self, milliseconds: int) -> list[Any]:
+        return [source for source, _ in self._poller.poll(milliseconds)]
+
+    def is_watched(self, socket: Socket) -> bool:
+        return socket.zmq in self._poller
+
+    def accept(self, channels: Iterable[Channel]) -> None:
+        """Connections that another worker has made are open."""
+        for channel in channels:
+            self.routes[channel.routing_id] = self.accepted[channel.descriptor] = channel
+
+    def watch(self, socket: Socket, owner: End | None = None) -> None:
+        self.sources[socket.zmq] = self.sources[socket.monitor] = socket
+        if owner is not None:
+            self.owners[socket] = owner
+        self._poller.register(socket.zmq, zmq.POLLIN)
+        self._poller.register(socket.monitor, zmq.POLLIN)
+
+    def pause(self, socket: Socket) -> None:
+        self._poller.unregister(socket.zmq)
+
+    def resume(self, socket: Socket, channel: Channel) -> None:
+        if socket in self.owners:
+            self.owners[socket] = channel
+            self._poller.register(socket.zmq, zmq.POLLIN)
+
+    def forget(self, socket: Socket) -> None:
+        if socket in self.owners:
+            del self.owners[socket], self.sources[socket.zmq], self.sources[socket.monitor]
+            for stream in (socket.zmq, socket.monitor):
+                if stream in self._poller:
+                    self._poller.unregister(stream)
+            self._sockets.close(socket)
+
+    def read_events(self, socket: Socket) -> None:
+        owner = self.owners.get(socket)
+        for event in socket.events():
+            if socket.is_router and event.kind == zmq.EVENT_DISCONNECTED and event.descriptor in self.accepted:
+                self.over.append(self.accepted.pop(event.descriptor))
+            elif socket.is_router:
+                self.doorman.happened(event)
+            elif isinstance(owner, End):
+                self.dialler.happened(owner, event)
+            elif event.is_end and owner is not None:
+                self.over.append(owner)
+
+    def hang_up(self, channel: Channel) -> None:
+        self.streams.pop(channel, None)
+        if not channel.routing_id:
+            self.forget(channel.socket)
+        elif self.routes.get(channel.routing_id) is channel:
+            del self.routes[channel.routing_id]
+            if self.accepted.get(channel.descriptor) is channel:
+                del self.accepted[channel.descriptor]
+                shut_down(channel.descriptor)
