@@ -1,0 +1,350 @@
+"""The wire over ZeroMQ, which is beside the old one until it replaces it: workers here choose it by ``DECENT_DP_WIRE``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from decent_dp.topo import Edge
+from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses, communicators
+from decent_dp.transport.channels import Channel, WireLink
+from decent_dp.transport.communicators import GreetingError
+from decent_dp.transport.flow import Flow
+from decent_dp.transport.hello import CONTROL, REPLACED, Dialled, Identity, ReplacedError, Visitor
+from decent_dp.transport.link import LinkState, Receiving, Sending
+from decent_dp.transport.listening import Doorman
+from decent_dp.transport.messages import DATA, HELLO, OFFERS, START, Header, pack, unpack
+from tests.test_transport import caught, exchanges, grouping, pairing, swap, whole_contract
+
+# -- between processes -----------------------------------------------------------------------------------------------------
+
+
+def over_zmq(rank: int, n: int) -> str:
+    os.environ["DECENT_DP_WIRE"] = "zmq"
+    return whole_contract(ProcessGroupTransport())
+
+
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
+def test_the_contract(workers, n):
+    assert workers(n, over_zmq) == ["done"] * n
+
+
+def on_nodes_of_their_own(rank: int, n: int) -> bool:
+    os.environ["DECENT_DP_WIRE"] = "zmq"
+    communicators.network_stack = lambda: f"node {rank}"
+    addresses._own_address = lambda **_: "127.0.0.1"
+    transport: Any = ProcessGroupTransport()
+    exchanges(transport, pairing(n), torch.float32)
+    exchanges(transport, grouping(n), torch.float32, first=100)
+    transport.close()
+    return all(listener.curve is not None for listener in transport._reactor._listeners)
+
+
+def test_workers_on_other_nodes_exchange_over_encrypted_connections(workers):
+    assert workers(4, on_nodes_of_their_own) == [True] * 4
+
+
+def killed_beside_a_child(rank: int, n: int) -> Any:
+    os.environ["DECENT_DP_WIRE"] = "zmq"
+    transport = ProcessGroupTransport()
+    edge = Edge([0, 1], 0.5)
+    swap(transport, edge, ExchangeId(0, 0))
+    if rank == 1:
+        if os.fork() == 0:
+            time.sleep(8)  # as a worker of a DataLoader that outlives its parent
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    kind, message, _ = caught(swap, transport, edge, ExchangeId(1, 0))
+    return kind, message, time.monotonic() - began
+
+
+def test_a_forked_child_does_not_hide_that_its_parent_was_killed(workers):
+    kind, message, seconds = workers.outcomes(2, killed_beside_a_child)[0].value
+    assert kind == "PeerLostError"
+    assert "worker 1 is gone" in message
+    assert seconds < 5, "the child kept the connections"
+
+
+# -- what all workers must have in common ----------------------------------------------------------------------------------
+
+
+def meets(rank: int, n: int, secrets: list[str], encrypts: list[bool | None], versions: list[int]) -> str:
+    os.environ["DECENT_DP_SECRET"] = secrets[rank]
+    communicators.VERSION = versions[rank]
+    try:
+        shared = communicators.Rendezvous.create(None, encrypt=encrypts[rank])
+    except ValueError as error:
+        return str(error)
+    assert (shared.proof == shared.token) == (not secrets[rank])
+    assert not secrets[rank] or secrets[rank] not in repr(shared)
+    return "met"
+
+
+@pytest.mark.parametrize(
+    ("secrets", "encrypts", "versions", "said"),
+    [
+        (["", ""], [None, None], [7, 7], "met"),
+        (["long and random"] * 2, [False, False], [7, 7], "met"),
+        (["", "s"], [None, None], [7, 7], "only workers [1] have DECENT_DP_SECRET"),
+        (["s", "t"], [None, None], [7, 7], "is not the same on all workers"),
+        (["", ""], [None, True], [7, 7], "encrypt= must be the same on all workers, and is (by rank): [None, True]"),
+        (["", ""], [None, None], [7, 8], "different versions of the protocol (by rank: [7, 8])"),
+    ],
+)
+def test_what_differs_is_an_error_on_all_workers(workers, secrets, encrypts, versions, said):
+    found = workers(2, meets, secrets, encrypts, versions)
+    assert all(said in text for text in found), found
+
+
+def test_a_secret_in_a_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("DECENT_DP_SECRET", "not this one")
+    file = tmp_path / "secret"
+    monkeypatch.setenv("DECENT_DP_SECRET_FILE", str(file))
+    with pytest.raises(ValueError, match="cannot be read"):
+        communicators.run_secret()
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="is empty"):
+        communicators.run_secret()
+    file.write_text("long and random\n")
+    assert communicators.run_secret().text == b"long and random"
+
+
+def forged(rank: int, n: int) -> list[str]:
+    """Worker 0 reads addresses that somebody else has written: changed, of another worker, and whole."""
+    os.environ["DECENT_DP_WIRE"] = "zmq"
+    transport: Any = ProcessGroupTransport()
+    shared, found = transport._rendezvous, []
+    own = shared.addresses.get(rank)
+    whole = transport.control.gather(own)
+    if rank == 0:
+        for address in ({**whole[1], "local": "elsewhere"}, {**whole[2]}, whole[1]):
+            shared.addresses.pop(1, None)
+            shared.store.set(communicators.address_key(1, 0), json.dumps(address))
+            try:
+                found.append(shared.address_of(1, 0, 5.0)["local"])
+            except RuntimeError as error:
+                found.append(str(error))
+        assert shared.knows(shared.curve.public, 5.0)
+        shared.store.set(f"key/{'00' * 32}", "1")
+        assert not shared.knows(bytes(32), 5.0)
+    transport.control.gather(None)
+    transport.close()
+    return [*found, own["local"]]
+
+
+def test_an_address_that_no_worker_of_the_run_has_written(workers):
+    (changed, of_another, whole, _), (own,), _ = workers(3, forged)
+    for said in (changed, of_another):
+        assert "the address of worker 1 in the store was not written by a worker of this run" in said
+    assert whole == own
+
+
+# -- who is at the other end -----------------------------------------------------------------------------------------------
+
+RUN, KEYS = bytes(16), bytes(64)
+DIALLER, LISTENER = Identity(RUN, 1, b"dialler "), Identity(RUN, 0, b"listener")
+
+
+def greet(
+    theirs: bytes = b"secret", ours: bytes = b"secret", keys: bytes = KEYS, refusal: str | None = None
+) -> Identity | None:
+    dialled = Dialled(DIALLER, b"secret", 0, CONTROL, bytes(16), KEYS)
+    visitor = Visitor(LISTENER, theirs, dialled.hello, keys)
+    proof = dialled.prove(visitor.challenge)
+    if not visitor.verify(proof):
+        return None
+    assert visitor.worker == DIALLER
+    assert not Visitor(LISTENER, theirs, dialled.hello, keys).verify(proof), "a recorded proof opens nothing"
+    return dialled.accept(visitor.answer(refusal))
+
+
+def test_both_ends_prove_who_they_are():
+    assert greet() == LISTENER
+    assert greet(theirs=b"another") is None
+    assert greet(keys=bytes(63) + b"1") is None, "somebody came between, with keys of their own"
+    with pytest.raises(GreetingError, match=r"worker 0 refused the connection of worker 1: not now\."):
+        greet(refusal="not now")
+    with pytest.raises(ReplacedError):
+        greet(refusal=REPLACED)
+
+
+def test_a_listener_that_does_not_know_the_secret():
+    dialled = Dialled(DIALLER, b"secret", 0, CONTROL, bytes(16), KEYS)
+    other = Visitor(LISTENER, b"another", dialled.hello, KEYS)
+    dialled.prove(other.challenge)
+    with pytest.raises(GreetingError, match="does not know the secret"):
+        dialled.accept(other.answer(None))
+    with pytest.raises(GreetingError, match="another program"):
+        dialled.prove(b"SSH-2.0")
+    with pytest.raises(ValueError, match="no hello"):
+        Visitor(LISTENER, b"secret", b"GET / HTTP/1.1", KEYS)
+
+
+class Frame(bytes):
+    """As zmq's, with metadata."""
+
+    bytes = property(bytes)
+
+    def get(self, what: object) -> int:
+        return 5  # the descriptor
+
+
+def test_a_hello_is_judged_after_all_events_before_it():
+    """The descriptor was a connection's that only looked whether anybody listens; the events of its end are not read yet."""
+    import zmq
+
+    from decent_dp.transport.sockets import Event
+
+    pending = [Event(zmq.EVENT_ACCEPTED, 5), Event(zmq.EVENT_DISCONNECTED, 5), Event(zmq.EVENT_ACCEPTED, 5)]
+
+    def read_events(_: Any) -> None:
+        while pending:
+            doorman.happened(pending.pop(0))
+
+    arguments: list[Any] = [LISTENER, b"secret", lambda _: None, lambda *_: None, None, set(), lambda _: False, read_events]
+    doorman = Doorman(*arguments, lambda call: call(), lambda _: None)
+    dialled = Dialled(DIALLER, b"secret", 0, CONTROL, bytes(16), b"")
+    frames = [Frame(pack(HELLO, flags=1)), Frame(dialled.hello)]
+    sent: list[bytes] = []
+    stream = SimpleNamespace(
+        get=lambda _: bool(frames), recv=lambda *_, **__: frames.pop(0), send=lambda part, *_, **__: sent.append(part)
+    )
+    socket: Any = SimpleNamespace(zmq=stream, curve=None)
+    doorman.hear(socket, b"id")
+    read_events(None)
+    assert len(sent) == 3, "the hello is answered"
+    assert list(doorman._guests) == [b"id"], "the end of the connection before it does not end it"
+
+
+# -- what is wanted, and what goes -----------------------------------------------------------------------------------------
+
+
+class Wires:
+    """A ``Flow`` with one open link to worker 1, and what it sends."""
+
+    def __init__(self, *, tolerant: bool = False) -> None:
+        self.sent: list[Header] = []
+        self.hung_up: list[WireLink] = []
+        self.flow = Flow(0, frozenset(), lambda *_: None, lambda _: None, self.hung_up.append)
+        self.flow.dead_after = 10.0 if tolerant else None
+        self.link = self.flow.connection(1)
+        channels: list[Any] = [Channel(SimpleNamespace(zmq=self), plane) for plane in (0, 1)]  # type: ignore[arg-type]
+        self.flow.open(self.link, b"uid", *channels)
+
+    def send(self, part: Any, *_: Any, **__: Any) -> None:
+        if len(part) == 48:
+            self.sent.append(unpack(bytes(part), 0))
+
+    def take(self, kind: int) -> list[Header]:
+        found, self.sent = [header for header in self.sent if header.kind == kind], []
+        return found
+
+    def hear(self, key: tuple[int, int, int], flags: int, had: int, wanted: int, size: int) -> None:
+        self.flow.hear(self.link, unpack(pack(START, key, flags, had, wanted, size), 0), b"")
+        self.flow.go_on()
+
+
+def message(kind: Any, key: tuple[int, int, int], size: int, **settings: Any) -> Any:
+    def failed(error: BaseException) -> None:
+        raise error
+
+    return kind(1, key, memoryview(bytearray(size)), lambda: None, failed, **settings)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e3, 1e6, 2e7, 1e9])
+@pytest.mark.parametrize("size", [20_000, 2**19 + 8, 2**22, 2**25])
+def test_every_message_comes_in_the_end(rate, size):
+    """Whatever the rates of a link and of all links, and however they differ, bytes are wanted until all have come."""
+    wires = Wires()
+    wires.link.coming.value = rate
+    receiving = message(Receiving, (0, 0, 2), size)
+    wires.flow.add_receiving(receiving)
+    wires.hear(receiving.key, OFFERS, 0, 0, size)
+    for _ in range(2000):
+        wires.flow.go_on()
+        assert receiving.granted > receiving.received, "nothing is on its way, and nothing is wanted"
+        length = min(receiving.granted - receiving.received, 2**16)
+        header = Header(DATA, 0, 0, receiving.key, receiving.received, length, size)
+        assert wires.flow.memory_for(wires.link, header) is not None
+        wires.flow.arrived(wires.link, header)
+        if receiving.received == size:
+            break
+    assert receiving.received == size
+    assert wires.take(START)[-1].first == size, "the sender may use its memory again"
+    assert wires.link.outstanding == 0
+
+
+def test_what_is_on_its_way_is_bounded_by_time():
+    wires = Wires()
+    wires.link.coming.value = wires.link.network.coming.value = 1e6
+    receiving = message(Receiving, (0, 0, 2), 2**25)
+    wires.flow.add_receiving(receiving)
+    wires.hear(receiving.key, OFFERS, 0, 0, 2**25)
+    assert wires.link.outstanding == receiving.granted == 500_000
+
+
+def test_a_start_that_comes_before_the_exchange_is_kept():
+    wires, key = Wires(), (3, 0, 0)
+    wires.hear(key, OFFERS, 0, 2**17, 2**20)
+    assert wires.link.has_begun(key)
+    sending = message(Sending, key, 2**20, ready=2**20)
+    wires.flow.add_receiving(message(Receiving, key, 2**20))
+    wires.flow.add_sending(sending)
+    wires.flow.go_on()
+    assert sending.written == 2**17
+    assert sum(header.second for header in wires.take(DATA)) == 2**17
+
+
+def test_what_was_not_asked_for_is_dropped_and_counted():
+    wires = Wires()
+    assert wires.flow.memory_for(wires.link, Header(DATA, 0, 0, (0, 0, 2), 0, 100, 100)) is None
+    assert wires.flow.dropped == 1
+
+
+def test_a_message_goes_on_where_it_was_on_a_new_connection():
+    wires, key = Wires(tolerant=True), (0, 0, 0)
+    receiving, sending = message(Receiving, key, 2**20), message(Sending, key, 2**20, ready=2**20)
+    wires.flow.add_receiving(receiving)
+    wires.flow.add_sending(sending)
+    wires.hear(key, OFFERS, 0, 2**20, 2**20)
+    wires.flow.arrived(wires.link, Header(DATA, 0, 0, key, 0, 2**16, 2**20))
+    wires.flow.lose(wires.link, "cut")
+    assert wires.link.outstanding == 0
+    wires.sent.clear()
+    channels: list[Any] = [Channel(SimpleNamespace(zmq=wires), plane) for plane in (0, 1)]  # type: ignore[arg-type]
+    wires.flow.open(wires.link, b"uid", *channels)
+    assert wires.take(START)[0].first == 2**16
+    wires.hear(key, OFFERS, 2**18, 2**20, 2**20)
+    assert wires.take(DATA)[0].first == 2**18
+
+
+def test_memory_of_a_message_in_doubt_is_taken_from_libzmq():
+    """The caller may write to it next, and the peer must not get that."""
+    wires, key = Wires(tolerant=True), (0, 0, 0)
+    receiving, sending = message(Receiving, key, 2**20), message(Sending, key, 2**20, ready=2**20)
+    wires.flow.add_receiving(receiving)
+    wires.flow.add_sending(sending)
+    wires.hear(key, OFFERS, 0, 2**17, 2**20)
+    wires.flow.cancel(wires.link, receiving, sending)
+    wires.flow.recall(wires.link, sending)
+    assert wires.hung_up == [wires.link]
+    assert wires.link.state is LinkState.BROKEN
+
+
+def test_what_was_written_to_a_peer_that_has_ended_counts_as_sent():
+    wires, done = Wires(), []
+    sending = message(Sending, (0, 0, 0), 2**17, ready=2**17)
+    sending.done = lambda: done.append(True)
+    wires.flow.add_sending(sending)
+    wires.hear(sending.key, OFFERS, 0, 2**17, 2**17)
+    assert not done, "the peer has not said that it has it"
+    wires.flow.lose(wires.link, "closed by the peer")
+    assert done
