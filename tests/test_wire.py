@@ -207,7 +207,7 @@ def test_a_hello_is_judged_after_all_events_before_it():
 
     def read_events(_: Any) -> None:
         while pending:
-            doorman.happened(pending.pop(0))
+            doorman.on_event(pending.pop(0))
 
     arguments: list[Any] = [LISTENER, b"secret", lambda _: None, lambda *_: None, None, set(), lambda _: False, read_events]
     doorman = Doorman(*arguments, lambda call: call(), lambda _: None)

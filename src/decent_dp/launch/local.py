@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch._C._distributed_c10d import TCPStore
 
@@ -82,7 +83,8 @@ def store_on(host: str = "127.0.0.1", port: int = 0) -> TCPStore:
         listener.listen(1024)
         port = listener.getsockname()[1]
         # multi_tenant: torchrun's agent, which wants to serve this port itself, takes the server of this process.
-        return TCPStore(
+        serve = partial(
+            TCPStore,
             host,
             port,
             is_master=True,
@@ -90,6 +92,10 @@ def store_on(host: str = "127.0.0.1", port: int = 0) -> TCPStore:
             multi_tenant=True,
             master_listen_fd=listener.detach(),
         )
+        try:
+            return serve()
+        except NotImplementedError:  # torch 2.6: its server on libuv takes no descriptor
+            return serve(use_libuv=False)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where workers listen for each other, and how they find one another."""
+"""The addresses at which workers listen, and how peers look them up."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def listen(rendezvous: Rendezvous, sockets: Sockets) -> list[Socket]:
     loopback interface, but where others may come and the master's address is another. What leaves the node is encrypted.
 
     Raises:
-        RuntimeError: this worker cannot listen where it is told to.
+        RuntimeError: the address cannot be bound.
     """
     listeners: list[Socket] = []
     address: dict[str, Any] = {"node": rendezvous.node, "incarnation": rendezvous.incarnation, "pid": os.getpid()}
@@ -55,7 +55,10 @@ def listen(rendezvous: Rendezvous, sockets: Sockets) -> list[Socket]:
 
 
 def find(rendezvous: Rendezvous, peer: int, seconds: float, incarnation: int = 0) -> Target:
-    """Where ``peer`` listens, which is the process of this incarnation; somebody does. Takes about so many seconds at most.
+    """Returns where the process ``peer`` of this incarnation listens, after checking that the port is open.
+
+    Args:
+        seconds: the timeout of the lookup, and of the check.
 
     Raises:
         UnreachableError: nobody answers at the address of the peer.

@@ -1,4 +1,4 @@
-"""The two connections to a peer, and the window of what may be on its way over them."""
+"""The control and bulk connection to a peer, and its receive window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other threads have the transport's thread do."""
+"""Calls that other threads queue for the transport's thread."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Commands:
             self._waiting.popleft()()
 
     def run_last(self) -> None:
-        """Runs what is left, whatever it raises: messages of these calls fail, and who waits for them learns of the end."""
+        """Runs the remaining calls and ignores their errors, so that the messages that they add fail and their waiters wake."""
         while self._waiting:
             with contextlib.suppress(Exception):
                 self._waiting.popleft()()

@@ -1,4 +1,4 @@
-"""Makes connections beside the training: those that are wanted, and those that were lost."""
+"""Opens connections to peers in the background, and reopens lost ones."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Target:
 
 @dataclass(eq=False)
 class End:
-    """One connection of an attempt. ``welcome``: who has welcomed this worker there."""
+    """One connection of an attempt. ``welcome``: the identity of the peer that has accepted it; None before."""
 
     channel: Channel
     dialled: Dialled
@@ -67,14 +67,14 @@ class End:
 
 @dataclass(eq=False)
 class Attempt:
-    """The making of the connections to a worker.
+    """One try to open the connections to a peer.
 
     Attributes:
         deadline: on the monotonic clock.
         opened: called with the other worker's identity and the channels.
         failed: called with the error.
         ends: one for each connection.
-        challenged: the other worker has answered, so the way to it is open.
+        challenged: the peer has answered the first message, so it can be reached.
     """
 
     peer: int
@@ -88,7 +88,7 @@ class Attempt:
 
 
 class Poll(Protocol):
-    """What the dialler needs of the thread."""
+    """The part of the polling that the dialler uses."""
 
     def watch(self, socket: Socket, owner: End) -> None: ...
 
@@ -221,7 +221,7 @@ class Dialler:
 
     # -- what happens to an attempt -------------------------------------------------------------------------------------
 
-    def happened(self, end: End, event: Event) -> None:
+    def on_event(self, end: End, event: Event) -> None:
         if end.attempt.over:
             return
         if event.kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -234,7 +234,7 @@ class Dialler:
             )
             self._end(end.attempt, GreetingError(f"worker {end.attempt.peer} cannot be greeted: {what}"))
 
-    def heard(self, end: End, header: Header, body: bytes) -> None:
+    def on_message(self, end: End, header: Header, body: bytes) -> None:
         attempt = end.attempt
         if attempt.over:
             return
@@ -279,7 +279,7 @@ class Dialler:
             attempt.failed(error)
 
     def cancel(self, peer: int) -> None:
-        """There is a connection, which the peer has made."""
+        """Ends the attempt: the peer has opened a connection itself."""
         if peer in self._attempts:
             self._end(self._attempts[peer], None)
 

@@ -1,4 +1,4 @@
-"""Which bytes go next, and what becomes of a message that came.
+"""Flow control: the order in which bytes are requested and sent, and the dispatch of received messages.
 
 The order of messages on a link decides when a bucket can be mixed. So a receiver wants bytes of the earliest exchange first
 (``messages``), and a sender hands no more to libzmq than is wanted, the earliest exchange first. What is wanted and has not

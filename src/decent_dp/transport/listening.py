@@ -1,4 +1,4 @@
-"""Lets workers of this run in, and nobody else (``hello``), and asks whose key it is where connections are encrypted."""
+"""Accepts connections of workers of this run only (``hello``), and checks the public keys of encrypted ones."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Doorman:
         identity, secret: this worker's.
         admit: why a worker that has proven itself is refused; None: it is welcome.
         opened: called with a worker that is welcome and its channels (control and bulk, or that of a visit).
-        authenticator: libzmq's questions; None: nothing is encrypted.
+        authenticator: the socket of libzmq's authentication requests; None: no connection is encrypted.
         known: the public keys of workers, of 32 bytes each.
         is_known: whether the store has a key, blocking; it raises OSError or RuntimeError.
-        read_events: reads what has happened to the connections of a socket (``happened``).
+        read_events: reads what has happened to the connections of a socket (``on_event``).
         call: runs a function in the transport's thread.
         on_error: ends this worker with an error of another thread.
     """
@@ -82,7 +82,7 @@ class Doorman:
     def busy(self) -> bool:
         return bool(self._strangers or self._guests)
 
-    def happened(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         if event.kind == zmq.EVENT_ACCEPTED:
             self._strangers[event.descriptor] = time.monotonic()
         elif event.kind == zmq.EVENT_DISCONNECTED:
@@ -170,7 +170,7 @@ class Doorman:
     # -- keys -------------------------------------------------------------------------------------------------------------
 
     def authenticate(self) -> None:
-        """Answers what libzmq asks."""
+        """Answers libzmq's authentication requests."""
         with contextlib.suppress(zmq.Again):
             while True:
                 frames = self._authenticator.recv_multipart(zmq.NOBLOCK)

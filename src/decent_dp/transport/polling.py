@@ -1,4 +1,4 @@
-"""Which sockets the transport's thread polls, and whose they are."""
+"""The sockets that the transport's thread polls, and the connection that each belongs to."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Polling:
 
     Attributes:
         sources: by zmq's sockets, those with a monitor: the socket.
-        owners: by socket: whose it is, where this worker has dialled.
+        owners: by dialled socket: its connection, or the end of an attempt.
         routes, accepted: connections that others have made, by routing id and by descriptor.
         over: connections that have ended.
         streams: by the connection of a process that joins.
-        dialler, doorman: told what happens to connections that are not open; set before anything is watched.
+        dialler, doorman: handle the events of connections that are not open yet; set before anything is watched.
     """
 
     dialler: Dialler
@@ -85,9 +85,9 @@ class Polling:
             if socket.is_router and event.kind == zmq.EVENT_DISCONNECTED and event.descriptor in self.accepted:
                 self.over.append(self.accepted.pop(event.descriptor))
             elif socket.is_router:
-                self.doorman.happened(event)
+                self.doorman.on_event(event)
             elif isinstance(owner, End):
-                self.dialler.happened(owner, event)
+                self.dialler.on_event(owner, event)
             elif event.is_end and owner is not None:
                 self.over.append(owner)
 

@@ -180,7 +180,7 @@ class ProcessGroupTransport(Transport):
             return
         self._reactor = Reactor(
             Identity(bytes.fromhex(shared.run_id), shared.rank, secrets.token_bytes(8), shared.incarnation),
-            shared.token,
+            shared.proof,
             range(shared.world_size),
             shared.local,
             listen(shared),

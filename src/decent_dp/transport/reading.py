@@ -1,4 +1,4 @@
-"""Reads what has come to a socket, and hands each message to whom it is for."""
+"""Reads messages from sockets and dispatches them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Reader:
         body = _rest(end.channel.socket.zmq)
         if len(header) == HEADER_BYTES:
             with contextlib.suppress(WireError):
-                self._polling.dialler.heard(end, unpack(header, end.attempt.peer), body)
+                self._polling.dialler.on_message(end, unpack(header, end.attempt.peer), body)
 
     def _take(self, channel: Channel, raw: bytes) -> None:
         stream, link = channel.socket.zmq, channel.link

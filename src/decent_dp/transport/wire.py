@@ -90,7 +90,7 @@ class Wire:
         self._sockets, self._listeners, self._find = sockets, listeners, find
         self._asked: set[int] = set()
         self._waiting: dict[int, Future[None]] = {}
-        # Called with the stream of a process that is no worker yet, in a thread of its own.
+        # Called with the stream of a joining process, in its own thread.
         self.on_guest: Callable[[Stream], None] | None = None
         self._guest_errors = Repeats()
         self._dead_after = dead_after
@@ -100,7 +100,7 @@ class Wire:
         self._commands = Commands()
         self.mailbox = Mailbox(self.call)
         self._polling = Polling(sockets)
-        # What still has to say its last word, and until when.
+        # Connections that stay open after a BYE for its answer, and until when.
         self._leaving: dict[Channel, float] = {}
         self._flow = Flow(identity.rank, local, self._keep_note, self._connected, self._hang_up)
         authenticator = sockets.authenticator() if any(listener.curve for listener in listeners) else None
@@ -545,7 +545,7 @@ class Wire:
             self._flow.fail(link, ConnectionError("closed by the peer"))
 
     def _is_drained(self) -> bool:
-        """The others have all that was sent: they have answered the last word."""
+        """All peers have answered this worker's BYE, so they have received everything before it."""
         assert self._closing is not None
         if time.monotonic() > self._closing:
             return True
