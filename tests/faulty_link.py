@@ -22,7 +22,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -85,9 +84,9 @@ class Links(ABC):
         """Continues a process that is stopped."""
         self.ask("wake", pid, after=after)
 
-    def route(self, dialer: int, listener: int, host: str, port: int) -> None:
-        """Connections of this pair go to ``host`` and ``port`` from now on."""
-        self.ask("route", dialer, listener, host, port)
+    def route(self, dialer: int, listener: int, host: str, *ports: int) -> None:
+        """Connections of this pair go to ``host`` and ``ports`` from now on."""
+        self.ask("route", dialer, listener, host, *ports)
 
 
 @dataclass(frozen=True)
@@ -96,11 +95,11 @@ class RemoteLinks(Links):
 
     Attributes:
         control: the proxy's port for calls.
-        ports: its port for each pair of workers, the lower rank first.
+        ports: its ports for each pair of workers, the one that dials first: for control and for bulk.
     """
 
     control: int
-    ports: dict[tuple[int, int], int]
+    ports: dict[tuple[int, int], tuple[int, ...]]
 
     def ask(self, verb: str, *args: Any, after: float = 0.0) -> None:
         with socket.create_connection(("127.0.0.1", self.control), 10) as stream:
@@ -173,12 +172,13 @@ class _Stream:
 
 @dataclass(eq=False)
 class _Link:
-    """The link of two workers; the one of higher rank dials. Sockets and ways are by rank: a worker's side, and its sending."""
+    """The link of two workers. Sockets and ways are by rank: a worker's side, and its sending. Listeners and targets are by the
+    rank that dials and the plane."""
 
     ranks: tuple[int, int]
-    listener: socket.socket
+    listeners: dict[tuple[int, int], socket.socket]
     ways: dict[int, _Way]
-    target: tuple[str, int] | None = None
+    targets: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
     refuses: bool = False
     connections: list[dict[int, _Stream]] = field(default_factory=list)
 
@@ -200,11 +200,15 @@ class FaultyLinks(Links):
         self._selector = selectors.DefaultSelector()
         self._control = self._listen()
         self._links = {
-            (a, b): _Link((a, b), self._listen(), {a: _Way(), b: _Way()}) for a, b in itertools.combinations(range(n), 2)
+            (a, b): _Link((a, b), {(rank, plane): self._listen() for rank in (a, b) for plane in (0, 1)}, {a: _Way(), b: _Way()})
+            for a, b in itertools.combinations(range(n), 2)
         }
-        self.remote = RemoteLinks(
-            self._control.getsockname()[1], {pair: link.listener.getsockname()[1] for pair, link in self._links.items()}
-        )
+        ports = {
+            (dialer, sum(link.ranks) - dialer): tuple(link.listeners[dialer, plane].getsockname()[1] for plane in (0, 1))
+            for link in self._links.values()
+            for dialer in link.ranks
+        }
+        self.remote = RemoteLinks(self._control.getsockname()[1], ports)
         self.carried = set[tuple[int, int]]()
         self._timers: list[tuple[float, int, str, Sequence[Any]]] = []
         self._numbers = itertools.count()
@@ -250,7 +254,8 @@ class FaultyLinks(Links):
                 self._wake(*args)
         for link in self._links.values():
             self._cut(*link.ranks, True)
-            link.listener.close()
+            for listener in link.listeners.values():
+                listener.close()
         for stream in [self._control, *self._orphans]:
             stream.close()
         self._selector.close()
@@ -263,7 +268,8 @@ class FaultyLinks(Links):
         wanted[self._control] = {selectors.EVENT_READ: self._obey}
         for link in self._links.values():
             if link.accepts:
-                wanted[link.listener] = {selectors.EVENT_READ: partial(self._accept, link)}
+                for door, listener in link.listeners.items():
+                    wanted[listener] = {selectors.EVENT_READ: partial(self._accept, link, *door)}
             for connection in link.connections:
                 for rank, stream in connection.items():
                     move = partial(self._move, link, connection, rank)
@@ -297,17 +303,17 @@ class FaultyLinks(Links):
                 answer = repr(error)
             stream.sendall(answer.encode() + b"\n")
 
-    def _accept(self, link: _Link) -> None:
-        low, high = link.ranks
+    def _accept(self, link: _Link, rank: int, plane: int) -> None:
+        other = sum(link.ranks) - rank
         with contextlib.suppress(BlockingIOError):
-            dialer = link.listener.accept()[0]
+            dialer = link.listeners[rank, plane].accept()[0]
             listener = socket.socket()
             try:
-                if link.refuses or link.target is None:
+                if link.refuses or (rank, plane) not in link.targets:
                     raise ConnectionRefusedError
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _KERNEL)
                 listener.settimeout(1)
-                listener.connect(link.target)
+                listener.connect(link.targets[rank, plane])
             except OSError:
                 _reset(dialer)
                 listener.close()
@@ -315,7 +321,7 @@ class FaultyLinks(Links):
             for stream in (dialer, listener):
                 stream.setblocking(False)
                 stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sides = {low: _Stream(link.ways[low], listener, dialer), high: _Stream(link.ways[high], dialer, listener)}
+            sides = {other: _Stream(link.ways[other], listener, dialer), rank: _Stream(link.ways[rank], dialer, listener)}
             link.connections.append(sides)
             self.carried.add(link.ranks)
 
@@ -377,8 +383,9 @@ class FaultyLinks(Links):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
-    def _route(self, dialer: int, listener: int, host: str, port: int) -> None:
-        self._link(dialer, listener).target = (host, port)
+    def _route(self, dialer: int, listener: int, host: str, *ports: int) -> None:
+        for plane, port in enumerate(ports):
+            self._link(dialer, listener).targets[dialer, plane] = (host, port)
 
     def _close(self) -> None:
         self._closing = True
@@ -398,28 +405,24 @@ def _reset(stream: socket.socket) -> None:
 def connect_through(links: RemoteLinks, rank: int) -> None:
     """In a worker, before it connects: its exchanges go over TCP and through the proxy, as if it was alone on its host."""
     from decent_dp.transport import communicators, process_group
-    from decent_dp.transport.tcp.addresses import dial_at
+    from decent_dp.transport.addresses import probe
+    from decent_dp.transport.dialling import Target
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     communicators.network_stack = lambda: f"host of worker {rank}"
-    dial = process_group.dial
 
-    def dial_proxy(rendezvous: Any, peer: int, seconds: float, incarnation: int = 0) -> socket.socket:
-        if rank < peer:  # only looks whether anybody listens
-            return dial(rendezvous, peer, seconds, incarnation)
-        address = rendezvous.addresses.get(peer)
-        if address is None:
-            key = communicators.address_key(peer, incarnation)
-            rendezvous.store.wait([key], timedelta(seconds=seconds))
-            address = json.loads(rendezvous.store.get(key))
-        links.route(rank, peer, address["host"], address["port"])
-        proxy = {**address, "host": "127.0.0.1", "port": links.ports[peer, rank]}
-        return dial_at(proxy, rendezvous.node, seconds)
+    def find_proxy(rendezvous: Any, peer: int, seconds: float, incarnation: int = 0) -> Target:
+        address = rendezvous.address_of(peer, incarnation, seconds)
+        if rank < peer:  # sees whether anybody listens, which the proxy hides
+            probe(address, rendezvous.node, seconds).close()
+        links.route(rank, peer, address["host"], address["port"], address["bulk"])
+        control, bulk = (f"tcp://127.0.0.1:{port}" for port in links.ports[rank, peer])
+        return Target(control, bulk, bytes.fromhex(address["key"]), f"{address['host']} port {address['port']}")
 
-    process_group.dial = dial_proxy
+    process_group.find = find_proxy
 
 
-# Points of a round. "mid message": ``Fault.sent`` bytes of its message are in the kernel, and more are to come.
+# Points of a round. "mid message": ``Fault.sent`` bytes of its message were handed to libzmq, and more are to come.
 Where: TypeAlias = Literal["before start", "after start", "before finish", "mid message", "mixed"]
 WHERES: tuple[Where, ...] = ("before start", "after start", "before finish", "mid message", "mixed")
 # Bytes of a frame where a message is to be interrupted.
@@ -449,7 +452,7 @@ def inject(worker: Any, faults: Iterable[Fault]) -> None:
         worker: has ``rank`` and ``links``, and whatever else the actions use.
     """
     from decent_dp.engine import Bucket, Engine
-    from decent_dp.transport.tcp import framing
+    from decent_dp.transport import flow
 
     mine = [fault for fault in faults if fault.rank == worker.rank]
 
@@ -463,18 +466,16 @@ def inject(worker: Any, faults: Iterable[Fault]) -> None:
         if bucket.in_flight is not None:
             reach("before finish", bucket.in_flight.round.number)
 
-    def before_written(_: Any, connection: Any) -> None:
-        if connection.current is not None:
-            sending, stop = connection.current
-            reach("mid message", sending.key[0], stop)
+    def after_frame(_: Any, __: Any, ___: Any, sending: Any) -> None:
+        reach("mid message", sending.key[0], sending.written)
 
     around(Engine, "start", before=lambda engine, *_: reach("before start", engine.round))
     around(Engine, "start", after=lambda engine, *_: reach("after start", engine.round))
     around(Engine, "finish", before=before_finish)
     around(Bucket, "mix", after=lambda _, in_flight, *__: reach("mixed", in_flight.round.number))
     if any(fault.where == "mid message" for fault in mine):
-        framing._FRAME = _SMALL_FRAME
-        around(framing.Framing, "_frame_written", before=before_written)
+        flow.LARGEST_FRAME = _SMALL_FRAME
+        around(flow.Flow, "_send_frame", after=after_frame)
 
 
 def around(

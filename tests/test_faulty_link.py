@@ -43,7 +43,7 @@ class Pair:
         return {1: dialled, 0: accepted}
 
     def knock(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.links.remote.ports[0, 1]), SECONDS)
+        return socket.create_connection(("127.0.0.1", self.links.remote.ports[1, 0][0]), SECONDS)
 
     def silent(self, rank: int, seconds: float = 0.1) -> bool:
         """Nothing comes to worker ``rank``, not even an end."""
@@ -99,7 +99,7 @@ def test_bytes_and_ends_pass_in_both_directions(pair):
 
 def test_the_end_of_a_process_passes(pair):
     pair.links.cut(0, 2)  # another link
-    with socket.create_connection(("127.0.0.1", pair.links.remote.ports[0, 1])):
+    with socket.create_connection(("127.0.0.1", pair.links.remote.ports[1, 0][0])):
         pass
     accepted, _ = pair.listener.accept()
     assert accepted.recv(1) == b""

@@ -73,6 +73,7 @@ def join(store: str | Store | None = None, *, rank: int | None = None, run: str 
         node=stack,
         incarnation=incarnation,
         places=record["places"],
+        dead_after=record["dead_after"],
     )
     return NewcomerTransport(shared, found.signature)
 

@@ -246,7 +246,8 @@ def _has(found: Any, kinds: Mapping[str, Any]) -> bool:
 
 
 def _is_record(found: Any) -> bool:
-    kinds = {"token": str, "world_size": int, "places": int, "node_of": list, "timeout": (int, float)}
+    numbers = (int, float)
+    kinds = {"token": str, "world_size": int, "places": int, "node_of": list, "timeout": numbers, "dead_after": numbers}
     return (
         _has(found, kinds)
         and re.fullmatch("([0-9a-f]{2})*", found["token"]) is not None
@@ -254,6 +255,7 @@ def _is_record(found: Any) -> bool:
         and len(found["node_of"]) == found["world_size"]
         and all(isinstance(node, str) for node in found["node_of"])
         and 0 < found["timeout"] < math.inf
+        and 0.5 <= found["dead_after"] < math.inf
     )
 
 

@@ -21,10 +21,12 @@ __all__ = ["address_of", "find", "listen", "probe"]
 # An address that nobody has (RFC 5737): the way to it is the default route.
 _ELSEWHERE = "192.0.2.1"
 _LOOPBACK = "127.0.0.1"
+# What the name of a local socket for bulk data ends with.
+_BULK = "-bulk"
 
 
 def listen(rendezvous: Rendezvous, sockets: Sockets) -> list[Socket]:
-    """Listens for other workers, and stores the addresses.
+    """Listens for other workers, with a socket for each plane, and stores the addresses.
 
     On Linux, workers on this one's network stack use a local socket. If all workers are there, nothing listens beyond the
     loopback interface, but where others may come and the master's address is another. What leaves the node is encrypted.
@@ -38,18 +40,20 @@ def listen(rendezvous: Rendezvous, sockets: Sockets) -> list[Socket]:
     others = rendezvous.world_size - 1
     if rendezvous.local and sys.platform == "linux":
         address["local"] = f"decent_dp-{secrets.token_hex(8)}"
-        listeners.append(sockets.listen(f"ipc://@{address['local']}"))
+        listeners += [sockets.listen(_local(address)), sockets.listen(_local(address) + _BULK, beats=False)]
     is_far, grows = len(rendezvous.local) < others, rendezvous.places > rendezvous.world_size
     if is_far or grows or not listeners:
         host = _own_address(guess=is_far) if is_far or grows else _LOOPBACK
         encrypts = rendezvous.encrypt if rendezvous.encrypt is not None else is_far or grows
         try:
-            remote = sockets.listen(f"tcp://{_bracketed(host)}:*", rendezvous.curve if encrypts else None)
+            curve = rendezvous.curve if encrypts else None
+            remote = [sockets.listen(f"tcp://{_bracketed(host)}:*", curve, beats=beats) for beats in (True, False)]
         except OSError as error:
             raise RuntimeError(f"this worker cannot listen at {host}: {error}") from error
-        address["host"], address["port"] = host, int(remote.endpoint.rpartition(":")[2])
+        address["host"] = host
+        address["port"], address["bulk"] = (int(listener.endpoint.rpartition(":")[2]) for listener in remote)
         address["key"] = rendezvous.curve.public.hex() if encrypts else ""
-        listeners.append(remote)
+        listeners += remote
     rendezvous.publish(address)
     return listeners
 
@@ -68,9 +72,9 @@ def find(rendezvous: Rendezvous, peer: int, seconds: float, incarnation: int = 0
     address = rendezvous.address_of(peer, incarnation, seconds)
     probe(address, rendezvous.node, seconds).close()
     if _is_local(address, rendezvous.node):
-        return Target(f"ipc://@{address['local']}")
-    where = f"{address['host']} port {address['port']}"
-    return Target(f"tcp://{_bracketed(address['host'])}:{address['port']}", bytes.fromhex(address.get("key", "")), where)
+        return Target(_local(address), _local(address) + _BULK)
+    control, bulk = (f"tcp://{_bracketed(address['host'])}:{address[plane]}" for plane in ("port", "bulk"))
+    return Target(control, bulk, bytes.fromhex(address.get("key", "")), f"{address['host']} port {address['port']}")
 
 
 def probe(address: Mapping[str, Any], node: str, seconds: float) -> socket.socket:
@@ -105,6 +109,10 @@ def probe(address: Mapping[str, Any], node: str, seconds: float) -> socket.socke
 
 def _is_local(address: Mapping[str, Any], node: str) -> bool:
     return address["node"] == node and "local" in address
+
+
+def _local(address: Mapping[str, Any]) -> str:
+    return f"ipc://@{address['local']}"
 
 
 def _bracketed(host: str) -> str:

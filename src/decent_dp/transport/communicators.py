@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, default_pg_timeout
 
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
+from decent_dp.faults import Tolerate, most_workers
 from decent_dp.transport.messages import VERSION
 from decent_dp.transport.sockets import Curve
 from decent_dp.transport.store import ROOT, StoreCalls, StoreClient, read_bytes, read_text, warn_of_unreadable, whole_store
@@ -101,6 +102,7 @@ class Rendezvous:
         addresses: of workers, as far as they were looked up.
         encrypt: whether connections are encrypted; None: those that leave a node.
         curve: this worker's keys. ``keys``: the public ones of the workers that began the run, as far as they are known.
+        dead_after: of ``Tolerate``; None: faults are errors.
     """
 
     store: Store
@@ -118,13 +120,13 @@ class Rendezvous:
     encrypt: bool | None = None
     curve: Curve = field(default_factory=Curve.create, repr=False)
     keys: frozenset[bytes] = frozenset()
+    dead_after: float | None = None
 
     @classmethod
-    def create(cls, process_group: dist.ProcessGroup | None, most_workers: int = 0, encrypt: bool | None = None) -> Rendezvous:
+    def create(
+        cls, process_group: dist.ProcessGroup | None, faults: Tolerate | None = None, encrypt: bool | None = None
+    ) -> Rendezvous:
         """Called by all workers of ``process_group`` (None: the default group) together.
-
-        Args:
-            most_workers: of ``Tolerate``.
 
         Raises:
             ValueError: the workers' versions, secrets or ``encrypt`` differ. It is raised on all of them.
@@ -163,10 +165,11 @@ class Rendezvous:
             token=bytes.fromhex(cards[0]["token"]),
             run_id=cards[0]["name"],
             node=node_of[rank],
-            places=max(world_size, most_workers),
+            places=max(world_size, most_workers(faults)),
             encrypt=encrypt,
             curve=curve,
             keys=frozenset(bytes.fromhex(card["key"]) for card in cards),
+            dead_after=None if faults is None else faults.dead_after,
         )
 
     @functools.cached_property
@@ -259,6 +262,7 @@ class Rendezvous:
             "places": self.places,
             "node_of": list(self.node_of),
             "timeout": self.timeout.total_seconds(),
+            "dead_after": self.dead_after,
         }
         own = json.dumps(self.addresses[self.rank])
         return {"run": json.dumps(common), address_key(self.rank, self.incarnation): own, **dict([self._key_record])}
@@ -356,8 +360,9 @@ def _read_address(value: bytes, incarnation: int) -> dict[str, Any] | None:
     """What ``listen`` has stored; None: it is something else."""
     with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
         address = json.loads(value)
-        host, port, local, node = (address.get(name) for name in ("host", "port", "local", "node"))
-        if host is not None and not (ipaddress.ip_address(str(host)) and type(port) is int and 0 < port < 2**16):
+        host, local, node = (address.get(name) for name in ("host", "local", "node"))
+        ports = (address.get("port"), address.get("bulk", 1))
+        if host is not None and not (ipaddress.ip_address(str(host)) and all(type(port) is int and 0 < port < 2**16 for port in ports)):
             return None
         if local is not None and not (isinstance(local, str) and local.encode()):
             return None

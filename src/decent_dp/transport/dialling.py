@@ -17,7 +17,7 @@ import zmq
 from decent_dp.transport.channels import Channel, WireLink
 from decent_dp.transport.communicators import GreetingError, UnreachableError
 from decent_dp.transport.flow import Flow
-from decent_dp.transport.hello import BULK, CONTROL, GUEST, Dialled, Identity, ReplacedError
+from decent_dp.transport.hello import BULK, CONTROL, Dialled, Identity, ReplacedError
 from decent_dp.transport.link import LinkState
 from decent_dp.transport.messages import HELLO, REFUSED, Header, pack
 from decent_dp.transport.sockets import Curve, Event, Socket, Sockets
@@ -45,12 +45,13 @@ class Target:
     """Where a worker listens.
 
     Attributes:
-        endpoint: for ZeroMQ.
+        control, bulk: its endpoints, for ZeroMQ.
         key: its public key; empty: connections there are not encrypted.
         where: its address and port, for errors; empty for a local socket.
     """
 
-    endpoint: str
+    control: str
+    bulk: str
     key: bytes = b""
     where: str = ""
 
@@ -114,7 +115,6 @@ class Dialler:
 
     Attributes:
         replaced: another process is this worker by now.
-        dead_after: seconds without a sign of life after which a peer is an error.
     """
 
     def __init__(
@@ -128,14 +128,13 @@ class Dialler:
         find: Callable[[int, int], Target],
         call: Callable[[Callable[[], None]], None],
         timeout: float,
-        dead_after: float,
         goes_first: Callable[[int], bool],
         on_error: Callable[[Exception], None],
         refused: Callable[[int, Exception], None],
     ) -> None:
         self._flow, self._poll, self._sockets = flow, poll, sockets
         self._identity, self._secret, self._curve = identity, secret, curve
-        self._find, self._call, self.timeout, self.dead_after = find, call, timeout, dead_after
+        self._find, self._call, self.timeout = find, call, timeout
         self._goes_first, self._on_error, self._refused = goes_first, on_error, refused
         self.replaced = False
         # When each peer is dialled next; infinite while it is being dialled.
@@ -205,13 +204,10 @@ class Dialler:
         keys = self._curve.public + attempt.target.key if curve else b""
         try:
             for plane in planes:
-                # Heartbeats wait behind the frame that is being written: they go where no data do.
-                beats = None if plane == BULK else self.dead_after
-                routing_id = name + bytes([plane])
-                breaks = self._flow.tolerant or identity.rank == GUEST
-                socket = self._sockets.dial(
-                    attempt.target.endpoint, routing_id, curve, attempt.target.key, beats, breaks=breaks
-                )
+                # Heartbeats wait behind data of their connection: they go where there are none.
+                beats = plane == CONTROL
+                endpoint = attempt.target.control if beats else attempt.target.bulk
+                socket = self._sockets.dial(endpoint, name + bytes([plane]), curve, attempt.target.key, beats=beats)
                 channel = Channel(socket, plane)
                 end = End(channel, Dialled(identity, self._secret, attempt.peer, plane, name, keys), attempt)
                 attempt.ends.append(end)

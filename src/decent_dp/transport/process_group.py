@@ -51,7 +51,8 @@ def open_transport(given: object, process_group: dist.ProcessGroup | None, fault
     """
     if isinstance(given, Transport):
         return False, given
-    return True, connect(process_group, most_workers=most_workers(faults), auto=given == "auto")
+    tolerated = faults if isinstance(faults, Tolerate) else None
+    return True, connect(process_group, faults=tolerated, auto=given == "auto")
 
 
 def group_of_replicas(process_group: Any, mesh: Any) -> Any:
@@ -87,13 +88,17 @@ def check_transport(given: object) -> None:
 
 
 def connect(
-    process_group: dist.ProcessGroup | None, timeout: float | None = None, *, most_workers: int = 0, auto: bool = False
+    process_group: dist.ProcessGroup | None,
+    timeout: float | None = None,
+    *,
+    faults: Tolerate | None = None,
+    auto: bool = False,
 ) -> Transport:
     """The transport of this worker in ``process_group`` (None: the default group); called by all its workers together.
 
     Args:
         timeout: seconds without progress after which an exchange fails; None: the process group's, as for everything else.
-        most_workers: ``max_workers`` of ``Tolerate``.
+        faults: what is tolerated, from ``Transport.tolerate`` on.
         auto: use gloo for exchanges in which it is measured to be faster.
 
     Raises:
@@ -107,9 +112,9 @@ def connect(
         )
     if dist.get_rank(process_group) < 0:
         raise ValueError("this worker is not a member of process_group: call gossip() or wrap the model on its members only.")
-    if max(dist.get_world_size(process_group), most_workers) == 1:
+    if max(dist.get_world_size(process_group), most_workers(faults)) == 1:
         return InProcessTransport()
-    return ProcessGroupTransport(process_group, timeout, most_workers=most_workers, auto=auto)
+    return ProcessGroupTransport(process_group, timeout, faults=faults, auto=auto)
 
 
 class ProcessGroupTransport(Transport):
@@ -121,7 +126,7 @@ class ProcessGroupTransport(Transport):
     Args:
         process_group: whose workers, backend and timeout; None for the default group. All its workers call this together.
         timeout: of exchanges, in seconds; None: the process group's. The collectives keep the process group's.
-        most_workers: ``max_workers`` of ``Tolerate``.
+        faults: what is tolerated, from ``tolerate`` on.
         auto: exchanges on CPUs use gloo where ``choose_ways`` finds it faster than our connections.
     """
 
@@ -130,11 +135,11 @@ class ProcessGroupTransport(Transport):
         process_group: dist.ProcessGroup | None = None,
         timeout: float | None = None,
         *,
-        most_workers: int = 0,
+        faults: Tolerate | None = None,
         auto: bool = False,
     ) -> None:
         self._process_group: Any = process_group if process_group is not None else dist.group.WORLD
-        self._meet(Rendezvous.create(process_group, most_workers), timeout)
+        self._meet(Rendezvous.create(process_group, faults), timeout)
         self.auto = auto
         self.only_cuda = str(dist.get_backend(process_group)) == "nccl"
         self._connect_control("all", range(self.world_size))
@@ -160,8 +165,9 @@ class ProcessGroupTransport(Transport):
 
     def _listen(self) -> None:
         shared = self._rendezvous
-        if os.environ.get("DECENT_DP_WIRE") == "zmq":
-            sockets = Sockets()
+        if os.environ.get("DECENT_DP_WIRE") != "tcp":
+            tolerant = shared.dead_after is not None
+            sockets = Sockets(shared.dead_after or default_dead_after(), breaks=tolerant)
             self._reactor: Any = Wire(
                 NewIdentity(bytes.fromhex(shared.run_id), shared.rank, secrets.token_bytes(8), shared.incarnation),
                 shared.proof,

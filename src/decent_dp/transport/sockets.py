@@ -130,22 +130,34 @@ class Socket:
 
 
 class Sockets:
-    """All sockets of a worker. Once they are made, one thread uses them."""
+    """All sockets of a worker. Once they are made, one thread uses them.
 
-    def __init__(self, io_threads: int = 1) -> None:
+    Args:
+        dead_after: seconds without a sign of life after which a peer is dead. Each end of a connection sends heartbeats of its
+            own and cuts it in time: an end that only asks the other one for them (HEARTBEAT_TTL) stops its timer at any other
+            message, and misses a peer that freezes before its next heartbeat.
+        breaks: the connection is cut before, when the edges of a silent worker are holes.
+    """
+
+    def __init__(self, dead_after: float, *, breaks: bool, io_threads: int = 1) -> None:
+        most = min(dead_after, _LONGEST_HEARTBEAT)
+        self._every, self._answered = most * _EVERY, most * ((SILENT if breaks else 1.0) - _EVERY)
         self._context = zmq.Context(io_threads)
         self._context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
         for option in (zmq.LINGER, zmq.RCVHWM, zmq.SNDHWM):  # of all sockets, the monitors too
             self._context.setsockopt(option, 0)
         self._made: list[Socket] = []
 
-    def listen(self, endpoint: str, curve: Curve | None = None) -> Socket:
+    def listen(self, endpoint: str, curve: Curve | None = None, *, beats: bool = True) -> Socket:
         """A socket that is bound there; a port may be ``*``.
+
+        Args:
+            beats: there are heartbeats.
 
         Raises:
             OSError: the address is in use, or is none of this machine.
         """
-        made = self._make(zmq.ROUTER, curve)
+        made = self._make(zmq.ROUTER, curve, beats=beats)
         made.zmq.set(zmq.IPV6, "[" in endpoint)
         try:
             made.zmq.bind(endpoint)
@@ -156,27 +168,18 @@ class Sockets:
         made.events()
         return made
 
-    def dial(
-        self, endpoint: str, routing_id: bytes, curve: Curve | None, server: bytes, dead_after: float | None, *, breaks: bool
-    ) -> Socket:
+    def dial(self, endpoint: str, routing_id: bytes, curve: Curve | None, server: bytes, *, beats: bool = True) -> Socket:
         """A socket that connects to a listener. The first event of its monitor says whether it has.
 
         Args:
             server: the public key of the listener.
-            dead_after: there are heartbeats, in both directions, so that a peer that is silent so long is dead; None: none.
-            breaks: the connection is cut before, when the edges of a silent worker are holes.
+            beats: there are heartbeats.
         """
-        made = self._make(zmq.DEALER, curve)
+        made = self._make(zmq.DEALER, curve, beats=beats)
         made.zmq.set(zmq.IPV6, "[" in endpoint)
         made.zmq.set(zmq.ROUTING_ID, routing_id)
         if curve is not None:
             made.zmq.set(zmq.CURVE_SERVERKEY, server)
-        if dead_after is not None:
-            most = min(dead_after, _LONGEST_HEARTBEAT)
-            answered = int(1000 * most * ((SILENT if breaks else 1.0) - _EVERY))
-            made.zmq.set(zmq.HEARTBEAT_IVL, max(1, int(1000 * most * _EVERY)))
-            made.zmq.set(zmq.HEARTBEAT_TIMEOUT, answered)
-            made.zmq.set(zmq.HEARTBEAT_TTL, answered)
         made.zmq.connect(endpoint)
         return made
 
@@ -186,8 +189,11 @@ class Sockets:
         made.bind("inproc://zeromq.zap.01")
         return made
 
-    def _make(self, kind: int, curve: Curve | None) -> Socket:
+    def _make(self, kind: int, curve: Curve | None, *, beats: bool) -> Socket:
         made = Socket(self._context, kind, curve)
+        if beats:
+            made.zmq.set(zmq.HEARTBEAT_IVL, int(1000 * self._every))
+            made.zmq.set(zmq.HEARTBEAT_TIMEOUT, int(1000 * self._answered))
         self._made.append(made)
         return made
 

@@ -127,7 +127,6 @@ class Wire:
             find,
             self.call,
             min(timeout, dead_after),
-            dead_after,
             self._goes_first,
             self.fail,
             self._refused,
@@ -284,7 +283,7 @@ class Wire:
             places: the number of ranks, with those of workers that may come (``renew``).
         """
         self.control_plane.expand(places)
-        self._dead_after = self._flow.dead_after = self._dialler.dead_after = dead_after
+        self._dead_after = self._flow.dead_after = dead_after
         self._dialler.timeout = min(self._dialler.timeout, SILENT * dead_after)
         self.call(self._beat)  # it is more often from now on
         self._neighbours = WireNeighbours(self, self._flow, self._identity.rank, dead_after)
