@@ -12,12 +12,11 @@ import json
 import statistics
 import threading
 import time
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,8 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import decent_dp
 from decent_dp.compression import BFloat16, Compression, FlatTensor, Int8, Lossless, MessageId, all_finite
 from decent_dp.topo import Edge
-from decent_dp.transport import ExchangeId, ExchangeRequest, ProcessGroupTransport, Transport
-from decent_dp.transport.tcp.protocol import checksum
+from decent_dp.transport import ExchangeId, ExchangeRequest, ProcessGroupTransport
 
 # 25 parameters of a million float32 values, in buckets of about the default size.
 TENSORS, NUMEL, BUCKETS = 25, 10**6, 4
@@ -48,11 +46,9 @@ class Contender(ABC):
 
     Attributes:
         rounds: how many times its turn moves them.
-        way: where its messages go, if that was measured; '' if not.
     """
 
     rounds = 1
-    way = ""
 
     @abstractmethod
     def run(self, peer: int) -> None: ...
@@ -89,7 +85,6 @@ class Pair(Contender):
 
     def __init__(self, compression: str, transport: ProcessGroupTransport, round_: int) -> None:
         self.transport, self.rank, self.round = transport, dist.get_rank(), round_
-        self.way = _way(transport)
         kind = KINDS[compression]
         self.requests = []
         self.coding = self.mixing = 0.0
@@ -125,9 +120,9 @@ class Pair(Contender):
             handle.wait()
 
     def seconds(self) -> float:
-        """Processor time of the threads that encode and move messages, without gloo's."""
-        threads = [self.transport._reactor._thread, self.transport._starter._thread]
-        return sum(seconds_of(thread.ident) for thread in threads if thread is not None and thread.ident is not None)
+        """Processor time of the transport's Python thread, which encodes; libzmq's own is not in it."""
+        thread = self.transport._reactor._thread
+        return seconds_of(thread.ident)
 
     def mix(self) -> None:
         """What the training thread does with the received messages, at a rate that changes nothing."""
@@ -141,12 +136,6 @@ class Pair(Contender):
         found = {"thread": used - self.used - coding, "encode": coding, "mix": mixing}
         self.used, self.coding, self.mixing = used, 0.0, 0.0
         return found
-
-
-def _way(transport: Transport) -> str:
-    """What was found to be faster for pairs; '' if that was not measured."""
-    names = ("gloo", "own connections")
-    return next((name for name in names if any(f"pairs between nodes over {name} " in way for way in transport.ways)), "")
 
 
 def _timed(kind: type[Compression], pair: Pair) -> type[Compression]:
@@ -193,7 +182,7 @@ class Steps(Contender):
 
     rounds = STEPS
 
-    def __init__(self, how: str, transport: Literal["auto"] | None = None) -> None:
+    def __init__(self, how: str, *, encrypt: bool = False) -> None:
         model: Any = Model()
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         self.flush: Any = lambda: None
@@ -201,10 +190,8 @@ class Steps(Contender):
             model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         else:
             compression = None if how == "float32" else how
-            replica = decent_dp.gossip(
-                model, self.optimizer, topology="one-peer-exp", compression=compression, transport=transport
-            )
-            self.flush, self.way = replica.flush, _way(replica.everyone)
+            replica = decent_dp.gossip(model, self.optimizer, topology="one-peer-exp", compression=compression, encrypt=encrypt)
+            self.flush = replica.flush
         self.model = model
 
     def run(self, peer: int) -> None:
@@ -244,18 +231,18 @@ class Spinner:
         self.thread.join()
 
 
-def make_contenders(transport: ProcessGroupTransport, automatic: ProcessGroupTransport) -> dict[str, Callable[[], Contender]]:
-    """Calls that make them, by name. ``automatic``: a transport that has chosen a way."""
+def make_contenders(plain: ProcessGroupTransport, encrypted: ProcessGroupTransport) -> dict[str, Callable[[], Contender]]:
+    """Calls that make them, by name."""
     made: dict[str, Callable[[], Contender]] = {
         "gloo pair": GlooPair,
         "gloo all-reduce": GlooAllReduce,
         "DDP step": partial(Steps, "ddp"),
     }
     for number, name in enumerate(KINDS):
-        made[f"pair {name}"] = partial(Pair, name, transport, 10**6 * number)
+        made[f"pair {name}"] = partial(Pair, name, plain, 10**6 * number)
     made |= {f"gossip step {name}": partial(Steps, name) for name in KINDS}
-    made["pair float32, 'auto'"] = partial(Pair, "float32", automatic, 0)
-    made["gossip step float32, 'auto'"] = partial(Steps, "float32", "auto")
+    made["pair float32, encrypted"] = partial(Pair, "float32", encrypted, 0)
+    made["gossip step float32, encrypted"] = partial(Steps, "float32", encrypt=True)
     return made
 
 
@@ -266,15 +253,10 @@ def passes() -> dict[str, float]:
     values, other = torch.randn(TENSORS * NUMEL), torch.randn(TENSORS * NUMEL)
     compression = Lossless([FlatTensor(0, len(values))], values.dtype, values.device)
     sent, received = (torch.empty(compression.nbytes, dtype=torch.uint8) for _ in range(2))
-    array: Any = sent.numpy()
-    body = memoryview(array)
-    frames = [body[start : start + 2**20] for start in range(0, len(body), 2**20)]
     part = 2**20  # values that are encoded together
     calls: dict[str, Callable[[], Any]] = {
         "copy": lambda: sent[: 4 * len(values)].view(torch.float32).copy_(values),
         "finite": lambda: [all_finite(values[start : start + part]) for start in range(0, len(values), part)],
-        "checksum": lambda: [checksum(frame) for frame in frames],
-        "crc32": lambda: [zlib.crc32(frame) for frame in frames],
         "mix": lambda: compression.mix([values], sent, received, 1e-30),
     }
     received[: 4 * len(other)].view(torch.float32).copy_(other)
@@ -328,12 +310,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
-    transport, automatic = ProcessGroupTransport(), ProcessGroupTransport(auto=True)
+    plain, encrypted = ProcessGroupTransport(encrypt=False), ProcessGroupTransport(encrypt=True)
     pairs = [Edge(sorted((dist.get_rank(), peer_of(turn))), 0.5) for turn in range(dist.get_world_size().bit_length() - 1)]
-    for each in (transport, automatic):
+    for each in (plain, encrypted):
         each.prepare(pairs)
-    automatic.choose_ways(pairs, Lossless, torch.float32)
-    calls = make_contenders(transport, automatic)
+    calls = make_contenders(plain, encrypted)
     names = args.contenders or list(calls)
     made = {name: calls[name]() for name in names}
     results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
@@ -345,13 +326,12 @@ def main() -> None:
                 found |= measure_spinning(made[name], turn)
             if turn >= 0:
                 results[name].append(found)
-    ways = {name: f"{name} ({contender.way})" if contender.way else name for name, contender in made.items()}
-    (args.out / f"{dist.get_rank()}.json").write_text(json.dumps({ways[name]: found for name, found in results.items()}))
+    (args.out / f"{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.barrier()
     for contender in made.values():
         if isinstance(contender, Steps):
             contender.flush()
-    for each in (transport, automatic):
+    for each in (plain, encrypted):
         each.close()
     dist.destroy_process_group()
 

@@ -14,7 +14,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from reprlib import repr as brief
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -75,10 +75,11 @@ def gossip(
     overlap: bool = True,
     scaler: torch.amp.GradScaler | None = None,
     faults: Tolerate | None = None,
+    encrypt: bool | None = None,
     bucket_size_in_mb: float = 25,
     local_world_size: int | None = None,
     process_group: ProcessGroup | None = None,
-    transport: Transport | Literal["auto"] | None = None,
+    transport: Transport | None = None,
 ) -> Gossip:
     """Makes ``model`` a replica that mixes with its neighbours after each ``optimizer.step()``. Called by all workers.
 
@@ -102,18 +103,19 @@ def gossip(
         scaler: the ``torch.GradScaler`` that steps the optimizers; its ``update()`` ends the round.
         faults: ``Tolerate(...)``: when a worker dies, freezes or cannot be reached, its partners leave it out, and nobody else
             waits; for topologies of pairs. None: it is an error that names the worker, on those that need it.
+        encrypt: whether traffic between workers is; the same on all. None: between nodes, and not inside one.
         bucket_size_in_mb: upper size of a bucket, the unit of exchange, in MiB; 0 for one bucket per parameter.
         local_world_size: workers on each node; None for the launcher's ``LOCAL_WORLD_SIZE``, else 1.
         process_group: the workers that mix (of shards also ``mesh["replica"].get_group()``); None for all. Topologies count
             its ranks or, with sharded replicas, the replicas in the order of their first ranks.
-        transport: 'auto': on CPUs gloo, where that is measured to be faster; ``InProcessTransport()``, or that of ``join()``.
+        transport: ``InProcessTransport()`` for workers that are threads, or what ``join()`` returned.
 
     Raises:
         ValueError, TypeError: an argument is wrong, or models, optimizers, settings or topologies differ between workers. All
             workers raise the same error.
         RuntimeError: there is no process group.
     """
-    owned, opened = open_transport(transport, group_of_replicas(process_group, mesh_of(model)), faults)
+    owned, opened = open_transport(transport, group_of_replicas(process_group, mesh_of(model)), faults, encrypt)
     optimizers: list[Optimizer] = []
     older: list[Replica] = []
 
@@ -131,7 +133,7 @@ def gossip(
             topology,
             check_rule(rule),
             workers_per_node("local_world_size", local_world_size),
-            {"optimizers": signature_of(optimizers, model)},
+            {"optimizers": signature_of(optimizers, model), "encrypt": encrypt},
             mesh,
             options_of(optimizers, model),
             sharing_class(optimizers),
@@ -477,7 +479,7 @@ class Gossip(Replica):
     def __repr__(self) -> str:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
         names = f"{type(self.model).__name__}, {kinds}, rank={self.everyone.rank}, topology={self.topology!r}"
-        return f"Gossip({', '.join([names, *self.everyone.ways])})"
+        return f"Gossip({names})"
 
 
 def _advise_on_nodes(topology: object, agreed: Agreement, on_node: int, rank: int) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from decent_dp.rules import Rule
 from decent_dp.rules.base import check_rule
 from decent_dp.topo import Topology
 from decent_dp.topo import TopologyReg as TopologyReg  # existing scripts import it from here
-from decent_dp.transport import Transport, check_transport, open_transport
+from decent_dp.transport import Transport, check_encrypt, check_transport, open_transport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -87,9 +87,9 @@ class DecentralizedDataParallel(nn.Module):
         rule: how received parameters are applied, from ``decent_dp.rules``; None for plain gossip.
         faults: ``Tolerate(...)``: when a worker dies, freezes or cannot be reached, its partners leave it out, and nobody else
             waits; for topologies of pairs. None: it is an error that names the worker, on those that need it.
+        encrypt: whether traffic between workers is; the same on all. None: between nodes, and not inside one.
         process_group: the workers that mix; None for the default group. A topology's ranks are ranks in it.
-        transport: None: own connections, or NCCL. 'auto': on CPUs gloo, where that is measured to be faster. An object:
-            ``InProcessTransport`` for workers that are threads, or what ``join()`` returns.
+        transport: ``InProcessTransport()`` for workers that are threads, or what ``join()`` returned.
 
     Raises:
         ValueError, TypeError: an argument is wrong, or models, settings or topologies differ between workers. All workers
@@ -117,12 +117,13 @@ class DecentralizedDataParallel(nn.Module):
         mix_every: int = 1,
         rule: Rule | None = None,
         faults: Tolerate | None = None,
+        encrypt: bool | None = None,
         process_group: ProcessGroup | None = None,
-        transport: Transport | Literal["auto"] | None = None,
+        transport: Transport | None = None,
         **unknown: Any,
     ) -> None:
         super().__init__()
-        owned, opened = open_transport(transport, process_group, faults)
+        owned, opened = open_transport(transport, process_group, faults, encrypt)
         older: list[Replica] = []
 
         def check() -> Arguments:
@@ -137,6 +138,7 @@ class DecentralizedDataParallel(nn.Module):
             check_factories(optim_fn, lr_scheduler_fn)
             scaled = check_scaler(scaler) is not None
             check_compression(compression)
+            check_encrypt(encrypt)
             settings = Settings(
                 bucket_size_in_mb=bucket_size_in_mb,
                 overlap=bool(overlap),
@@ -147,8 +149,8 @@ class DecentralizedDataParallel(nn.Module):
                 sync_buffer_in_global_avg=bool(sync_buffer_in_global_avg),
             )
             local = workers_per_node("_local_world_size", _local_world_size)
-            scheduled = {"scheduled": lr_scheduler_fn is not None}
-            return Arguments(settings, topology, check_rule(rule), local, scheduled, faults=check_faults(faults))
+            more = {"scheduled": lr_scheduler_fn is not None, "encrypt": encrypt}
+            return Arguments(settings, topology, check_rule(rule), local, more, faults=check_faults(faults))
 
         agreed = connect_replicas(model, opened, owned, check)
         if topology == "complete" and opened.world_size > 2 and opened.rank == 0:
@@ -443,8 +445,7 @@ class DecentralizedDataParallel(nn.Module):
 
     def extra_repr(self) -> str:
         replica = self.replica
-        names = f"rank={replica.transport.rank}, topology={replica.topology!r}, overlap={replica.settings.overlap}"
-        return ", ".join([names, *replica.everyone.ways])
+        return f"rank={replica.transport.rank}, topology={replica.topology!r}, overlap={replica.settings.overlap}"
 
     @property
     def _model(self) -> nn.Module:

@@ -19,7 +19,7 @@ from decent_dp.compression.stochastic_rounding import NOISE_LENGTH, noise_at
 __all__ = ["BFloat16", "Lossless"]
 
 # Chunks that are encoded by one call.
-_TOGETHER = 16
+_TOGETHER = 128
 
 
 class Lossless(Blockwise):

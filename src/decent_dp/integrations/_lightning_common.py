@@ -76,6 +76,7 @@ class GossipArguments:
         mix_every: int = 1,
         rule: Rule | None = None,
         faults: Tolerate | None = None,
+        encrypt: bool | None = None,
         overlap: bool = True,
         bucket_size_in_mb: float = 25,
         local_world_size: int | None = None,
@@ -96,6 +97,7 @@ class GossipArguments:
             mix_every=mix_every,
             rule=rule,
             faults=faults,
+            encrypt=encrypt,
             overlap=overlap,
             bucket_size_in_mb=bucket_size_in_mb,
         )

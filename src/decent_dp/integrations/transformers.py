@@ -58,6 +58,7 @@ def attach(
     mix_every: int = 1,
     rule: Rule | None = None,
     faults: Tolerate | None = None,
+    encrypt: bool | None = None,
     overlap: bool = True,
     bucket_size_in_mb: float = 25,
     local_world_size: int | None = None,
@@ -73,7 +74,7 @@ def attach(
 
     Args:
         trainer: a ``Trainer``, or a subclass.
-        topology, compression, mix_every, rule, overlap, bucket_size_in_mb, local_world_size: as in ``gossip``.
+        topology, compression, mix_every, rule, encrypt, overlap, bucket_size_in_mb, local_world_size: as in ``gossip``.
         faults: as in ``gossip``. With it the Trainer's own collectives, too, are those of the living workers.
         signals: at one of these to any worker, all workers save a checkpoint after the same step and exit with status 0
             (``checkpoint.Preemption``).
@@ -94,6 +95,7 @@ def attach(
         "mix_every": mix_every,
         "rule": rule,
         "faults": faults,
+        "encrypt": encrypt,
         "overlap": overlap,
         "bucket_size_in_mb": bucket_size_in_mb,
         "local_world_size": local_world_size,

@@ -16,7 +16,7 @@ from decent_dp.errors import PeerLostError
 from decent_dp.faults import check_run
 from decent_dp.membership.index import runs_in
 from decent_dp.membership.runs import Ask, Run, choose, registered
-from decent_dp.transport import NewcomerTransport
+from decent_dp.transport import NewcomerTransport, check_encrypt
 from decent_dp.transport.communicators import ROOT, Rendezvous, network_stack
 from decent_dp.transport.store import StoreCalls, add_to, connect_store, store_errors, whole_store
 
@@ -33,7 +33,9 @@ _ANSWER = 20.0
 T = TypeVar("T")
 
 
-def join(store: str | Store | None = None, *, rank: int | None = None, run: str | None = None) -> NewcomerTransport:
+def join(
+    store: str | Store | None = None, *, rank: int | None = None, run: str | None = None, encrypt: bool | None = None
+) -> NewcomerTransport:
     """Prepares this process to join a run with ``faults=Tolerate(...)``: in the place of a worker that is gone, or as one more
     (``Tolerate.max_workers``).
 
@@ -48,6 +50,7 @@ def join(store: str | Store | None = None, *, rank: int | None = None, run: str 
         store: the run's store, as HOST:PORT; None: MASTER_ADDR and MASTER_PORT of the environment.
         rank: of the worker; None: RANK or SLURM_PROCID of the environment, or if none is set, the first one that no member has.
         run: the name of the run (``Tolerate.run``); None: the only one at the store, apart from those whose workers are gone.
+        encrypt: as on the other workers; None: as the store says.
 
     Raises:
         ValueError, TypeError: an argument is wrong, or missing: there are several runs, and none is named.
@@ -55,8 +58,11 @@ def join(store: str | Store | None = None, *, rank: int | None = None, run: str 
             unreadable, or the run has no place for more.
     """
     check_run(run)
+    check_encrypt(encrypt)
     whole, found, own = _look_for_a_place(store, rank, run)
     record = found.record
+    if encrypt not in (None, record["encrypt"]):
+        raise ValueError(f"encrypt={encrypt}, and the run at the store was started with encrypt={record['encrypt']}")
     # A store that has lost its contents counts from the beginning.
     before = max(found.epoch.incarnations.values(), default=0)
     incarnation = before + found.ask(lambda store: add_to(store, f"{found.run_id}/incarnation", 1))
@@ -74,6 +80,7 @@ def join(store: str | Store | None = None, *, rank: int | None = None, run: str 
         incarnation=incarnation,
         places=record["places"],
         dead_after=record["dead_after"],
+        encrypt=record["encrypt"],
     )
     return NewcomerTransport(shared, found.signature)
 

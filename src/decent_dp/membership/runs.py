@@ -248,6 +248,7 @@ def _has(found: Any, kinds: Mapping[str, Any]) -> bool:
 def _is_record(found: Any) -> bool:
     numbers = (int, float)
     kinds = {"token": str, "world_size": int, "places": int, "node_of": list, "timeout": numbers, "dead_after": numbers}
+    kinds["encrypt"] = (bool, type(None))
     return (
         _has(found, kinds)
         and re.fullmatch("([0-9a-f]{2})*", found["token"]) is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -122,11 +121,10 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         mixing = Topology.every(made, given.settings.mix_every)
         rule = fit_rule(given.rule, check_compression(given.settings.compression), mixing, narrow=narrow)
         faults = None if given.faults is None else given.faults.signature()
-        ways = {"faults": faults, "transport": "auto" if transport.auto else None}
         shared: Mapping[str, Any] = {
             "model": model_signature(model),
             "topology": made.fingerprint(),
-            "settings": {**given.settings.signature(), "rule": rule_settings(given.rule), **given.more, **ways},
+            "settings": {**given.settings.signature(), "rule": rule_settings(given.rule), **given.more, "faults": faults},
             "optimizers": given.options.alike,
         }
         if isinstance(transport, NewcomerTransport):
@@ -137,10 +135,6 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
     def check_all() -> Arguments:
         checked = check()
         refuse_wrong_device(model, transport)
-        if transport.auto and checked.faults is not None:
-            raise ValueError(
-                "transport='auto' may choose calls of the process group, which fail with a worker: leave it out with faults=."
-            )
         if joins and checked.faults is None:
             raise ValueError("a process that joins a run needs faults=decent_dp.Tolerate(...), as on the other workers.")
         return checked
@@ -158,8 +152,6 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         broadcast_(peers.control, [local(tensor) for tensor in tensors if is_sharded(tensor)])
         broadcast_(transport.control, [tensor for tensor in tensors if not is_sharded(tensor)])
         peers.prepare(agreed.topology._edges_ahead(_PREPARED_ROUNDS))
-        if transport.auto:
-            _choose_ways(peers, agreed, model)
         # This gather comes last, so that a worker that exits right away is still there for all collectives before it.
         rates, gpus = zip(*transport.control.gather([given.options.rates, gpus_of(model) if owned else []]), strict=True)
         warn_of_rates(rates)
@@ -180,19 +172,6 @@ def _open_line(transport: Transport, topology: Topology, faults: Tolerate | None
     if transport.rank == 0 and not isinstance(transport, NewcomerTransport):
         register(line)
     return line
-
-
-def _choose_ways(peers: Transport, agreed: Agreement, model: nn.Module) -> None:
-    """For the dtype of most values, along the edges of the first rounds."""
-    trained = [param for param in model.parameters() if param.requires_grad]
-    counts: Counter[torch.dtype] = Counter()
-    for param in trained:
-        counts[param.dtype] += param.numel()
-    on_cpu = all(param.device.type == "cpu" for param in trained)
-    topology = agreed.topology
-    edges = topology._edges_ahead(_PREPARED_ROUNDS) or [topology.get_edge(t) for t in range(_PREPARED_ROUNDS)]
-    dtype = counts.most_common(1)[0][0] if on_cpu and counts else None
-    peers.choose_ways(edges, check_compression(agreed.settings.compression), dtype)
 
 
 def _maker(topology: object, local_world_size: int) -> Callable[[int], Topology] | None:

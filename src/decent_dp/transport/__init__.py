@@ -6,7 +6,14 @@ from decent_dp.transport.base import Control, ExchangeId, ExchangeRequest, Handl
 from decent_dp.transport.inprocess import InProcessTransport, LocalHub, run_replicas
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.newcomer import NewcomerTransport
-from decent_dp.transport.process_group import ProcessGroupTransport, check_transport, connect, group_of_replicas, open_transport
+from decent_dp.transport.process_group import (
+    ProcessGroupTransport,
+    check_encrypt,
+    check_transport,
+    connect,
+    group_of_replicas,
+    open_transport,
+)
 
 __all__ = [
     "Control",
@@ -20,6 +27,7 @@ __all__ = [
     "ProcessGroupTransport",
     "Transport",
     "Verdict",
+    "check_encrypt",
     "check_transport",
     "connect",
     "group_of_replicas",

@@ -197,8 +197,6 @@ class Transport(ABC):
         store: shared by these workers alone, for a few short texts; any thread may use it. ``get`` waits for a missing key: use
             ``read_text``. ``add`` and ``set`` must not share a key. A store that is gone raises RuntimeError; a stopped one
             hangs (see ``StoreCalls``).
-        auto: exchanges use what ``choose_ways`` measures to be faster.
-        ways: what that has found, in words.
         only_cuda: whether the backend of the process group is NCCL alone, which moves nothing that is on a CPU.
         neighbours: the result of ``tolerate``; None before it.
     """
@@ -210,8 +208,6 @@ class Transport(ABC):
     store: Store
     only_cuda: bool = False
     neighbours: Neighbours | None = field(default=None, init=False)
-    auto: bool = field(default=False, init=False)
-    ways: list[str] = field(default_factory=list, init=False)
 
     @property
     @abstractmethod
@@ -249,15 +245,6 @@ class Transport(ABC):
     @abstractmethod
     def prepare(self, edges: list[Edge]) -> None:
         """Connects this worker along ``edges`` ahead of their first exchange; called by all workers together."""
-
-    def choose_ways(self, edges: list[Edge], compression: type[Compression], dtype: torch.dtype | None) -> None:
-        """For ``auto``: measures along ``edges``, of the first rounds, which way is faster; called by all workers together.
-
-        Args:
-            compression: of all exchanges, the same on all workers.
-            dtype: of most values; None if this worker has some that are not on a CPU.
-        """
-        return
 
     @abstractmethod
     def report(self, cause: str) -> None:

@@ -263,6 +263,7 @@ class Rendezvous:
             "node_of": list(self.node_of),
             "timeout": self.timeout.total_seconds(),
             "dead_after": self.dead_after,
+            "encrypt": self.encrypt,
         }
         own = json.dumps(self.addresses[self.rank])
         return {"run": json.dumps(common), address_key(self.rank, self.incarnation): own, **dict([self._key_record])}
@@ -362,7 +363,7 @@ def _read_address(value: bytes, incarnation: int) -> dict[str, Any] | None:
         address = json.loads(value)
         host, local, node = (address.get(name) for name in ("host", "local", "node"))
         ports = (address.get("port"), address.get("bulk", 1))
-        if host is not None and not (ipaddress.ip_address(str(host)) and all(type(port) is int and 0 < port < 2**16 for port in ports)):
+        if host is not None and not (ipaddress.ip_address(str(host)) and all(map(_is_port, ports))):
             return None
         if local is not None and not (isinstance(local, str) and local.encode()):
             return None
@@ -371,6 +372,10 @@ def _read_address(value: bytes, incarnation: int) -> dict[str, Any] | None:
         if (host or local) and isinstance(node, str) and address["incarnation"] == incarnation:
             return dict(address)
     return None
+
+
+def _is_port(number: Any) -> bool:
+    return type(number) is int and 0 < number < 2**16
 
 
 def address_key(rank: int, incarnation: int) -> str:

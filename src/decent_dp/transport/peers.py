@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
-from decent_dp.compression import Compression
 from decent_dp.topo import Edge
 from decent_dp.transport.base import Control, ExchangeId, ExchangeRequest, Handle, Transport
 
@@ -39,9 +36,6 @@ class Peers(Transport):
 
     def prepare(self, edges: list[Edge]) -> None:
         self._whole.prepare([self._in_whole(edge) for edge in edges])
-
-    def choose_ways(self, edges: list[Edge], compression: type[Compression], dtype: torch.dtype | None) -> None:
-        self._whole.choose_ways([self._in_whole(edge) for edge in edges], compression, dtype)
 
     def report(self, cause: str) -> None:
         self._whole.report(cause)

@@ -16,19 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decent_dp.compression import Compression, FlatTensor, Lossless
+from decent_dp.compression import Compression, Lossless
 from decent_dp.faults import Tolerate, default_dead_after, most_workers
 from decent_dp.topo import Edge
 from decent_dp.transport.addresses import find
 from decent_dp.transport.addresses import listen as listen_zmq
 from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, ExchangeRequest, Handle, Transport
-from decent_dp.transport.by_communicator import AllReduceGroups, BesideTraining, Exchanges, GlooPairs, NcclPairs
 from decent_dp.transport.closed_group import close_default_group
 from decent_dp.transport.communicators import Communicator, Notes, Rendezvous, peer_error, timeout_of
 from decent_dp.transport.exchange import WireExchanges
-from decent_dp.transport.faster import compare
 from decent_dp.transport.hello import Identity as NewIdentity
 from decent_dp.transport.inprocess import InProcessTransport
+from decent_dp.transport.nccl import AllReduceGroups, Exchanges, NcclPairs
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.peers import Peers
 from decent_dp.transport.sockets import Sockets
@@ -39,20 +38,23 @@ from decent_dp.transport.tcp.reactor import Reactor
 from decent_dp.transport.waiter import Waiter
 from decent_dp.transport.wire import Wire
 
-__all__ = ["ProcessGroupTransport", "check_transport", "connect", "group_of_replicas", "open_transport"]
+__all__ = ["ProcessGroupTransport", "check_encrypt", "check_transport", "connect", "group_of_replicas", "open_transport"]
 
 _log = logging.getLogger(__name__)
 
 
-def open_transport(given: object, process_group: dist.ProcessGroup | None, faults: object) -> tuple[bool, Transport]:
-    """Whether a replica owns its transport, and the transport, for the argument ``transport`` of ``gossip()`` and the wrapper.
+def open_transport(
+    given: object, process_group: dist.ProcessGroup | None, faults: object, encrypt: object
+) -> tuple[bool, Transport]:
+    """Whether a replica owns its transport, and the transport, for arguments of ``gossip()`` and the wrapper.
 
-    A wrong argument connects, too: ``check_transport`` refuses it on all workers, and for that they must meet.
+    Wrong arguments connect, too: they are refused on all workers, and for that these must meet.
     """
     if isinstance(given, Transport):
         return False, given
     tolerated = faults if isinstance(faults, Tolerate) else None
-    return True, connect(process_group, faults=tolerated, auto=given == "auto")
+    encrypted = encrypt if isinstance(encrypt, bool) else None
+    return True, connect(process_group, faults=tolerated, encrypt=encrypted)
 
 
 def group_of_replicas(process_group: Any, mesh: Any) -> Any:
@@ -81,10 +83,15 @@ def group_of_replicas(process_group: Any, mesh: Any) -> Any:
 
 
 def check_transport(given: object) -> None:
-    """Raises TypeError or ValueError if the argument ``transport`` is not None, a transport or the name of a choice."""
-    if not (given is None or given == "auto" or isinstance(given, Transport)):
-        error = ValueError if isinstance(given, str) else TypeError
-        raise error(f"transport must be None, 'auto' or a Transport, got {given!r}")
+    """Raises TypeError if the argument ``transport`` is neither None nor a transport."""
+    if not (given is None or isinstance(given, Transport)):
+        raise TypeError(f"transport must be None, InProcessTransport() or what join() returned, got {given!r}")
+
+
+def check_encrypt(given: object) -> None:
+    """Raises TypeError if the argument ``encrypt`` is neither None nor a bool."""
+    if not (given is None or isinstance(given, bool)):
+        raise TypeError(f"encrypt must be None (between nodes), True or False, got {given!r}")
 
 
 def connect(
@@ -92,18 +99,18 @@ def connect(
     timeout: float | None = None,
     *,
     faults: Tolerate | None = None,
-    auto: bool = False,
+    encrypt: bool | None = None,
 ) -> Transport:
     """The transport of this worker in ``process_group`` (None: the default group); called by all its workers together.
 
     Args:
         timeout: seconds without progress after which an exchange fails; None: the process group's, as for everything else.
         faults: what is tolerated, from ``Transport.tolerate`` on.
-        auto: use gloo for exchanges in which it is measured to be faster.
+        encrypt: whether connections are encrypted; None: those between nodes.
 
     Raises:
         RuntimeError: there is no process group.
-        ValueError: this worker is not in it.
+        ValueError: this worker is not in it, or the workers' versions, secrets or ``encrypt`` differ.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
@@ -114,7 +121,7 @@ def connect(
         raise ValueError("this worker is not a member of process_group: call gossip() or wrap the model on its members only.")
     if max(dist.get_world_size(process_group), most_workers(faults)) == 1:
         return InProcessTransport()
-    return ProcessGroupTransport(process_group, timeout, faults=faults, auto=auto)
+    return ProcessGroupTransport(process_group, timeout, faults=faults, encrypt=encrypt)
 
 
 class ProcessGroupTransport(Transport):
@@ -127,7 +134,7 @@ class ProcessGroupTransport(Transport):
         process_group: whose workers, backend and timeout; None for the default group. All its workers call this together.
         timeout: of exchanges, in seconds; None: the process group's. The collectives keep the process group's.
         faults: what is tolerated, from ``tolerate`` on.
-        auto: exchanges on CPUs use gloo where ``choose_ways`` finds it faster than our connections.
+        encrypt: as of ``connect``.
     """
 
     def __init__(
@@ -136,11 +143,10 @@ class ProcessGroupTransport(Transport):
         timeout: float | None = None,
         *,
         faults: Tolerate | None = None,
-        auto: bool = False,
+        encrypt: bool | None = None,
     ) -> None:
         self._process_group: Any = process_group if process_group is not None else dist.group.WORLD
-        self._meet(Rendezvous.create(process_group, faults), timeout)
-        self.auto = auto
+        self._meet(Rendezvous.create(process_group, faults, encrypt), timeout)
         self.only_cuda = str(dist.get_backend(process_group)) == "nccl"
         self._connect_control("all", range(self.world_size))
         self._listen()
@@ -156,12 +162,9 @@ class ProcessGroupTransport(Transport):
         self._communicators: dict[str, Communicator] = {}
         # Of edges, for hooks of the user's.
         self._groups: dict[tuple[int, ...], Any] = {}
-        # The ranks of the edges whose exchanges gloo carries.
-        self._over_gloo: set[tuple[int, ...]] = set()
         self._controls: dict[str, Control] = {}
         self._faults: Tolerate | None = None
         self._has_failed = False
-        self._starter = Waiter("decent_dp-exchanges")
 
     def _listen(self) -> None:
         shared = self._rendezvous
@@ -265,7 +268,6 @@ class ProcessGroupTransport(Transport):
 
     def close(self) -> None:
         self._waiter.close()
-        self._starter.close()
         self._reactor.close(says_bye=not self._has_failed)
         self._notes.close()
         self._communicators.clear()
@@ -282,54 +284,11 @@ class ProcessGroupTransport(Transport):
         """The way of a request, by its device, its compression and the size of its edge."""
         ranks = _members(edge)
         group = len(ranks) > 2
-        # NCCL ends the process when a worker dies, and gloo the exchange.
-        if _is_plain(type(request.compression), group) and self._faults is None:
-            if request.sent.is_cuda and self._rendezvous.nccl:
-                return self._nccl_groups(ranks) if group else self._nccl_pairs()
-            if request.sent.device.type == "cpu" and ranks in self._over_gloo:
-                return self._gloo_exchanges(ranks)
+        # NCCL ends the process when a worker dies.
+        over_nccl = request.sent.is_cuda and self._rendezvous.nccl and self._faults is None
+        if over_nccl and _is_plain(type(request.compression), group):
+            return self._nccl_groups(ranks) if group else self._nccl_pairs()
         return self._tcp
-
-    def choose_ways(self, edges: list[Edge], compression: type[Compression], dtype: torch.dtype | None) -> None:
-        if not self.auto:
-            return
-        on_cpu = all(self.control.gather(dtype is not None))
-        sizes = [group for group in (False, True) if on_cpu and _is_plain(compression, group)]
-
-        def make(numel: int) -> Compression:
-            assert dtype is not None
-            return compression([FlatTensor(0, numel)], dtype, torch.device("cpu"))
-
-        for group, apart in itertools.product(sizes, (False, True)):
-            self._choose_way(edges, group, apart, make)
-        if not self.ways:
-            what = "tensors of GPUs" if not on_cpu else "this topology" if sizes else f"{compression.name} messages"
-            self.ways.append(f"'auto' changes nothing for {what}")
-        if self.rank == 0:
-            for way in self.ways:
-                _log.info("exchanges: %s", way)
-
-    def _choose_way(self, edges: list[Edge], group: bool, apart: bool, make: Callable[[int], Compression]) -> None:
-        """For pairs or groups, inside a node or between nodes: a node's own links are others than those between nodes."""
-        node_of = self._rendezvous.node_of
-        kinds = [(len(edge.ranks) > 2, len({node_of[rank] for rank in edge.ranks}) > 1) for edge in edges]
-        of_kind = [
-            edge if kind == (group, apart) and len(edge.ranks) > 1 else None for edge, kind in zip(edges, kinds, strict=True)
-        ]
-
-        def start_over_gloo(edge: Edge, request: ExchangeRequest) -> Handle:
-            return self._gloo_exchanges(_members(edge)).start(edge, request)
-
-        found = compare(self.control, self.rank, of_kind, self._tcp.start, start_over_gloo, make, group=group)
-        if found is None:
-            return
-        self.ways.append(f"{'groups' if group else 'pairs'} {'between nodes' if apart else 'in a node'} over {found}")
-        for ranks in sorted({_members(edge) for edge in of_kind if edge is not None}):
-            if found.gloo_is_faster:
-                self._gloo_exchanges(ranks)  # connects: a worker that dies before its first exchange would be waited for
-                self._over_gloo.add(ranks)
-            else:
-                self._communicators.pop(_gloo_name(ranks), None)
 
     def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
         self._tcp.send_hint(edge, exchange_id, text)
@@ -345,11 +304,6 @@ class ProcessGroupTransport(Transport):
     def _nccl_groups(self, ranks: tuple[int, ...]) -> AllReduceGroups:
         communicator = self._get_or_make(f"nccl/{ranks}", ranks, self._rendezvous, Rendezvous.nccl_communicator)
         return AllReduceGroups(communicator, self.rank, self._explain)
-
-    def _gloo_exchanges(self, ranks: tuple[int, ...]) -> Exchanges:
-        communicator = self._get_or_make(_gloo_name(ranks), ranks, self._rendezvous, Rendezvous.gloo)
-        kind = AllReduceGroups if len(ranks) > 2 else GlooPairs
-        return BesideTraining(kind(communicator, self.rank, self._explain), self._starter)
 
     def _get_or_make(
         self,
@@ -391,10 +345,6 @@ def _is_plain(compression: type[Compression], group: bool) -> bool:
 
 def _members(edge: Edge) -> tuple[int, ...]:
     return tuple(sorted(edge.ranks))
-
-
-def _gloo_name(ranks: tuple[int, ...]) -> str:
-    return f"gloo/{ranks}"
 
 
 class _GlooControl(Control):
