@@ -89,7 +89,7 @@ def all_finite(values: Tensor) -> bool | Tensor:
         return values.isfinite().all()
     # One pass: the sum contains any NaN or infinity (docs/log.md, 2026-11-22). Finite values may overflow it, and are then
     # checked one by one.
-    return math.isfinite(values.sum().item()) or bool(values.isfinite().all())
+    return math.isfinite(values.sum().tolist()) or bool(values.isfinite().all())
 
 
 class Compression(ABC):

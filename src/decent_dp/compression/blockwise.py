@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -151,7 +152,7 @@ class Blockwise(Compression):
         if isinstance(finite, Tensor):
             self.flag_view(out).copy_(torch.where(finite, 0, rank + 1))
         else:
-            self.flag_view(out).fill_(0 if finite else rank + 1)
+            out.numpy()[-FLAG:].view(np.int64)[0] = 0 if finite else rank + 1  # NumPy: each call of torch gives the lock away
 
     # -- messages -------------------------------------------------------------------------------------------------------
 

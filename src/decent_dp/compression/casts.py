@@ -18,7 +18,7 @@ from decent_dp.compression.stochastic_rounding import NOISE_LENGTH, noise_at
 
 __all__ = ["BFloat16", "Lossless"]
 
-# Chunks that are encoded by one call.
+# Chunks that are encoded by one call: each call gives the interpreter lock away, which another thread may then hold for 5 ms.
 _TOGETHER = 128
 
 
@@ -34,6 +34,9 @@ class Lossless(Blockwise):
         self._on_cuda = CastsOnCuda.make(blocks, self.code, dtype, device)
         parts = [self.chunks[first : first + _TOGETHER] for first in range(0, len(self.chunks), _TOGETHER)]
         self._runs = [(len(part), list(_joined(part, self._itemsize))) for part in parts]
+        # The message that was encoded last, and its parts for the runs.
+        self._viewed: Tensor | None = None
+        self._views: list[list[Tensor]] = []
 
     @classmethod
     def code_of(cls, dtype: torch.dtype) -> torch.dtype:
@@ -52,11 +55,11 @@ class Lossless(Blockwise):
         if self._fast is not None:
             yield from self._fast.encode(values, out)
             return
-        # Several chunks by one call: each call gives the interpreter lock away, which another thread may then hold for 5 ms.
-        for chunks, runs in self._runs:
+        if self._viewed is not out:
+            self._viewed, self._views = out, [[self._all_codes(out, run) for run in runs] for _, runs in self._runs]
+        for (chunks, runs), views in zip(self._runs, self._views, strict=True):
             finite: bool | Tensor = True
-            for run in runs:
-                codes = self._all_codes(out, run)
+            for run, codes in zip(runs, views, strict=True):
                 torch.cat([part_of(values[block.tensor], block) for block in run.blocks], out=codes)
                 finite = finite & all_finite(codes)
             yield from itertools.repeat(finite, chunks)

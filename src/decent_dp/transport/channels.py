@@ -27,8 +27,8 @@ _OF_MANY, _MANY = 2**18, 12
 _COPIED = 2**16
 # A link is full of messages to a peer while so many bytes have not arrived there, and some did within so many seconds.
 _FULL, _RECENTLY = 2**16, 0.5
-# Seconds over which a rate is measured, without those between messages.
-_INTERVAL = 0.05
+# Seconds over which a rate is measured, without those between messages; or bytes: fast links bring a window in less.
+_INTERVAL, _ENOUGH = 0.05, 2**21
 
 
 class Rate:
@@ -36,18 +36,23 @@ class Rate:
 
     def __init__(self) -> None:
         self.value = 0.0
-        self._from, self._bytes = 0.0, 0
+        self._from, self._paused, self._bytes = 0.0, 0.0, 0
 
-    def begin(self, now: float) -> None:
+    def pause(self, now: float) -> None:
+        """No bytes are due."""
+        self._paused = now
+
+    def resume(self, now: float) -> None:
         """Bytes are due from now on."""
-        self._from, self._bytes = now, 0
+        self._from += now - self._paused
 
     def count(self, amount: int, now: float) -> None:
         self._bytes += amount
-        if now - self._from >= _INTERVAL:
-            # Intervals in which there was nothing to move say little: an old rate is given up slowly.
-            self.value = max(self._bytes / (now - self._from), 0.9 * self.value)
-            self.begin(now)
+        seconds = now - self._from
+        if seconds >= _INTERVAL or (self._bytes >= _ENOUGH and seconds > 0):
+            # Intervals in which there was little to move say little: an old rate is given up slowly.
+            self.value = max(self._bytes / seconds, 0.9 * self.value)
+            self._from, self._paused, self._bytes = now, now, 0
 
 
 @dataclass(eq=False)
@@ -148,9 +153,12 @@ class WireLink(Link):
         """Bytes were wanted; negative: have come, or are wanted no more."""
         now = time.monotonic()
         for of in (self.network, self):
-            if of.outstanding == 0 and amount > 0:
-                of.coming.begin(now)
+            was_due = of.outstanding > 0
             of.outstanding += amount
+            if was_due and not of.outstanding:
+                of.coming.pause(now)
+            elif of.outstanding and not was_due:
+                of.coming.resume(now)
 
     def is_full_before(self, round_: int) -> bool:
         """Whether messages of rounds before this one are on their way and there is more of them to come."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from decent_dp.errors import WireError
 from decent_dp.topo import Edge
@@ -19,6 +18,7 @@ from decent_dp.transport.base import ExchangeId, ExchangeRequest, Explain, Handl
 from decent_dp.transport.link import Key, Pair, Receiving, Sending
 from decent_dp.transport.liveness import WireNeighbours
 from decent_dp.transport.neighbours import Neighbours
+from decent_dp.transport.profiling import profiled
 from decent_dp.transport.reduction_tree import Branch, Place, find_place, group_by_node
 from decent_dp.transport.staging import Staging
 from decent_dp.transport.streams import on_stream
@@ -300,7 +300,7 @@ class WireExchanges:
             if isinstance(handle, _SettledHandle) and handle.failed:
                 return False
             try:
-                with record_function("decent_dp.encode"):
+                with profiled("decent_dp.encode"):
                     next(rest)
                 return True
             except StopIteration:

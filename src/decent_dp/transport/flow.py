@@ -12,15 +12,12 @@ Connections inside a node and connections to other nodes do not share a link: ea
 from __future__ import annotations
 
 import bisect
-import contextlib
 import heapq
 import itertools
 import logging
 import math
 import time
 from collections.abc import Callable
-
-from torch.autograd import profiler
 
 from decent_dp.errors import WireError
 from decent_dp.transport.channels import SMALL, Channel, Network, Rate, WireLink
@@ -45,6 +42,7 @@ from decent_dp.transport.messages import (
     check_size,
     pack,
 )
+from decent_dp.transport.profiling import profiled
 from decent_dp.transport.settlement import Settlement
 from decent_dp.transport.sockets import SILENT
 from decent_dp.transport.votes import Vote
@@ -59,7 +57,6 @@ _SMALLEST_FRAME = 2**16
 _FRAMES = 16
 # STARTs of exchanges to come that are kept of one peer.
 _MOST_AHEAD = 2**16
-_NO_RANGE = contextlib.nullcontext()
 
 
 class Flow:
@@ -264,9 +261,9 @@ class Flow:
         receiving.received += length
         link.moved = time.monotonic()
         if receiving.size > SMALL:
+            for rate in (link.coming, link.network.coming):
+                rate.count(length, link.moved)
             link.count_wanted(-length)
-        for rate in (link.coming, link.network.coming):
-            rate.count(length, link.moved)
         if receiving.received == receiving.size:
             del link.receivings[receiving.key]
             if not self.tolerant:
@@ -342,8 +339,7 @@ class Flow:
             frame = min(max((sending.granted - sending.arrived) // 4, _SMALLEST_FRAME), frame)
         begin, end = sending.written, min(sending.ready, sending.granted, sending.written + frame)
         header = pack(DATA, sending.key, 0, begin, end - begin, sending.size)
-        # A range for the profiler costs as much as the call, so there is one only while a profiler runs.
-        with profiler.record_function("decent_dp.send") if profiler._is_profiler_enabled else _NO_RANGE:
+        with profiled("decent_dp.send"):
             bulk.send(header, sending.memory[begin:end])
         sending.written = end
         link.moved = time.monotonic()

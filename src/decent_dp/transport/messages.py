@@ -69,7 +69,7 @@ ASKS, PAUSES, OFFERS = 1, 2, 1
 # number is the slot; how many blocks have come.
 ACK, BLOCKS, AGREEMENT = range(2**32 - 3, 2**32)
 # Bytes of a frame's body, at most. A call of the control plane has a byte per block of a bucket.
-LARGEST_FRAME = 2**22
+LARGEST_FRAME = 2**20
 
 # Kind, flags, version, epoch; round, bucket, slot; three numbers: of START the bytes had and wanted, of DATA the offset and the
 # length, and of both the size of the whole message.
