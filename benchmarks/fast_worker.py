@@ -121,7 +121,7 @@ class Pair(Contender):
 
     def seconds(self) -> float:
         """Processor time of the transport's Python thread, which encodes; libzmq's own is not in it."""
-        thread = self.transport._reactor._thread
+        thread = self.transport._wire._thread
         return seconds_of(thread.ident)
 
     def mix(self) -> None:

@@ -26,7 +26,7 @@ from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, ProcessGroupTransport, communicators
 from decent_dp.transport.base import DeferredHandle
 from decent_dp.transport.communicators import Notes, Rendezvous, UnreachableError, peer_error
-from decent_dp.transport.tcp import addresses
+from decent_dp.transport import addresses
 from decent_dp.transport.waiter import Waiter
 from tests.helpers import came, listening, request
 from tests.test_transport import control, exchanges, grouping, swap

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from decent_dp.transport.tcp.addresses import address_of
+from decent_dp.transport.addresses import address_of
 from tests.framework_cases import Run, assert_equal_runs, plain_loop, quiet_frameworks
 from tests.ray_cases import EPOCHS, OPTIONS, ROOT, cluster, fit, ray_environment
 from tests.test_docs import blocks, shown_by

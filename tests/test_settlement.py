@@ -1,28 +1,31 @@
-"""Both or neither, over a scripted network: the real frames and votes of two workers, without threads, sockets and clocks.
+"""Both or neither, over a scripted network: the real messages and votes of two workers, without threads, sockets and clocks.
 
-Each schedule is a random sequence of: bytes that move, in pieces; a connection that is cut, in which each end learns of it at
-a time of its own; one that is made again; a bit that flips; an exchange that starts, is given up or is left out at one end; a
-peer that counts as dead.
+Each schedule is a random sequence of: messages that move, some at a time; a connection that is cut, in which each end learns of
+it at a time of its own; one that is made again; an exchange that starts, is given up or is left out at one end; a peer that
+counts as dead.
 """
 
 from __future__ import annotations
 
+import math
 import random
-import socket
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 
 from decent_dp.errors import WireError
-from decent_dp.transport import settlement as settlement_module
+from decent_dp.transport import channels, flow, link, reading, settlement
 from decent_dp.transport.base import Verdict
-from decent_dp.transport.tcp import connection as connection_module
-from decent_dp.transport.tcp import framing as framing_module
-from decent_dp.transport.tcp.connection import LinkState, Pair, Receiving, Sending
-from decent_dp.transport.tcp.framing import Framing
-from decent_dp.transport.tcp.protocol import ASK, BEAT, BYE, DROP, GOT, HEADER_SIZE, NOTE, SMALL, DamagedError, pack
+from decent_dp.transport.channels import SMALL, Channel
+from decent_dp.transport.flow import Flow
+from decent_dp.transport.link import LinkState, Pair, Receiving, Sending
+from decent_dp.transport.messages import ASK, BEAT, BYE, DROP, GOT, VOTE, pack
+from decent_dp.transport.reading import Reader
 from decent_dp.transport.votes import Vote, Votes
 
 BUCKETS = 2
@@ -40,57 +43,44 @@ class Clock:
 
 
 class Stream:
-    """One end of a connection: bytes that were written wait until the script moves them."""
+    """One connection at one end, as a socket of ZeroMQ: whole messages wait until the script moves them.
 
-    family = socket.AF_INET
+    Of a large body only its memory is noted, as libzmq does.
+    """
 
     def __init__(self) -> None:
-        self.out, self.arrived = bytearray(), bytearray()
-        self.other: Stream | None = None
-        self.cut = False
-        self.room = 1 << 16
+        self.zmq = self
+        self.is_router = self.closed = self.cut = False
+        self.out: deque[list[Any]] = deque()
+        self.arrived: deque[list[Any]] = deque()
+        self._sending: list[Any] = []
+        self._reading: list[Any] = []
 
-    def setblocking(self, flag: bool) -> None: ...
-    def setsockopt(self, *args: Any) -> None: ...
+    def send(self, part: Any, flags: int = 0, *, copy: bool = True) -> None:
+        self._sending.append(bytes(part) if copy else part)
+        if not flags & zmq.SNDMORE:
+            if not self.cut:
+                self.out.append(self._sending)
+            self._sending = []
 
-    def fileno(self) -> int:
-        raise OSError("no descriptor")
+    def move(self, other: Stream, count: int) -> None:
+        for _ in range(min(count, 0 if self.cut else len(self.out))):
+            other.arrived.append([bytes(part) for part in self.out.popleft()])
 
-    def sendmsg(self, parts: list[memoryview]) -> int:
-        if self.cut:
-            raise ConnectionResetError("cut")
-        free = self.room - len(self.out)
-        if free <= 0:
-            raise BlockingIOError
-        data = b"".join(parts)[:free]
-        self.out += data
-        return len(data)
+    def recv(self, flags: int = 0) -> bytes:
+        if not self._reading:
+            if not self.arrived:
+                raise zmq.Again
+            self._reading = self.arrived.popleft()
+        return self._reading.pop(0)
 
-    def recvmsg_into(self, into: list[memoryview]) -> tuple[int, list[Any], int, Any]:
-        return sum(map(self._recv_into, into)) or self._nothing(), [], 0, None
-
-    def recv_into(self, into: memoryview) -> int:
-        return self._recv_into(into) or self._nothing()
-
-    def _recv_into(self, into: memoryview) -> int:
-        part = self.arrived[: len(into)]
-        into[: len(part)] = part
-        del self.arrived[: len(part)]
+    def recv_into(self, memory: memoryview, flags: int = 0) -> int:
+        part = self.recv()
+        memory[: len(part)] = part
         return len(part)
 
-    def _nothing(self) -> int:
-        if self.cut:
-            return 0
-        raise BlockingIOError
-
-    def close(self) -> None:
-        self.cut = True
-
-
-class Selector:
-    def register(self, *args: Any) -> None: ...
-    def unregister(self, *args: Any) -> None: ...
-    def modify(self, *args: Any) -> None: ...
+    def get(self, option: int) -> bool:
+        return bool(self._reading)
 
 
 @dataclass
@@ -98,23 +88,50 @@ class End:
     """One of the two workers."""
 
     rank: int
-    framing: Framing
-    stream: Stream | None = None
+    flow: Flow = field(init=False)
+    reader: Reader = field(init=False)
+    # Of control and of bulk.
+    streams: list[Stream] = field(default_factory=list)
     round: int = 0
     # By (round, bucket): the handle's verdict, None while it waits; what was received.
     verdicts: dict[tuple[int, int], Verdict | None] = field(default_factory=dict)
     received: dict[tuple[int, int], bytes] = field(default_factory=dict)
     # Memory that the transport has given back, with what its owner has written to it since.
     given_back: list[bytearray] = field(default_factory=list)
-    damaged: int = 0
+    channels: dict[Any, Channel] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.flow = Flow(self.rank, frozenset(), lambda *_: None, lambda _: None, lambda _: self.cut())
+        self.flow.dead_after = 10.0
+        polling: Any = SimpleNamespace(routes={}, owners=self.channels, is_watched=lambda socket: True)
+        self.reader = Reader(polling, self.flow, lambda link, *_: self.flow.give_up(link, "the peer has left"))
 
     @property
     def peer(self) -> int:
         return 1 - self.rank
 
     @property
-    def connection(self) -> Any:
-        return self.framing.connection(self.peer)
+    def link(self) -> Any:
+        return self.flow.connection(self.peer)
+
+    def cut(self) -> None:
+        for stream in self.streams:
+            stream.cut = True
+
+    def connect(self) -> None:
+        self.streams = [Stream(), Stream()]
+        made: list[Any] = [Channel(stream, plane) for plane, stream in enumerate(self.streams)]  # type: ignore[arg-type]
+        self.channels.clear()
+        self.channels.update(zip(self.streams, made, strict=True))
+        self.flow.open(self.link, b"a process", *made)
+
+    def read(self) -> None:
+        if self.link.state is LinkState.OPEN:
+            for stream in self.streams:
+                self.reader.read(stream, math.inf)  # type: ignore[arg-type]
+            if self.streams[0].cut:
+                self.flow.lose(self.link, "closed by the peer")
+        self.flow.go_on()
 
     def open_rounds(self) -> list[tuple[int, int]]:
         return [key for key, verdict in self.verdicts.items() if verdict is None]
@@ -127,58 +144,26 @@ def content(rank: int, round_: int, bucket: int, size: int) -> bytes:
 class World:
     def __init__(self, seed: int, sizes: tuple[int, int]) -> None:
         self.draw, self.sizes = random.Random(seed), sizes
-        self.ends = [End(rank, Framing(rank, frozenset(), Selector(), lambda *_: None)) for rank in (0, 1)]  # type: ignore[arg-type]
-        self.flips = 0
+        self.ends = [End(rank) for rank in (0, 1)]
         self.give_back: dict[tuple[int, int, int], Callable[[], Any]] = {}
-        for end in self.ends:
-            end.framing.dead_after = 10.0
-            self.count_damage(end)
         self.connect()
-
-    def count_damage(self, end: End) -> None:
-        lose = end.framing.lose
-
-        def counted(connection: Any, reason: str, error: BaseException | None = None) -> None:
-            end.damaged += isinstance(error, DamagedError)
-            lose(connection, reason, error)
-
-        end.framing.lose = counted  # type: ignore[method-assign]
 
     # -- the network ------------------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        if any(end.connection.state is LinkState.OPEN for end in self.ends):
-            return
-        streams = Stream(), Stream()
-        for end, own, other in zip(self.ends, streams, streams[::-1], strict=True):
-            own.other, end.stream = other, own
-            end.framing.open(end.peer, own, b"a process")  # type: ignore[arg-type]
+        if not any(end.link.state is LinkState.OPEN for end in self.ends):
+            for end in self.ends:
+                end.connect()
 
     def cut(self) -> None:
         """What has arrived can still be read; the rest is lost."""
         for end in self.ends:
-            if end.stream is not None:
-                end.stream.out.clear()
-                end.stream.cut = True
+            end.cut()
 
-    def move(self, end: End, count: int) -> None:
-        stream = end.stream
-        if stream is not None and stream.other is not None and not stream.cut:
-            stream.other.arrived += stream.out[:count]
-            del stream.out[:count]
-
-    def flip(self, end: End) -> None:
-        if end.stream is not None and end.stream.out:
-            self.flips += 1
-            place = self.draw.randrange(len(end.stream.out))
-            end.stream.out[place] ^= 1 << self.draw.randrange(8)
-
-    def read(self, end: End) -> None:
-        if end.connection.state is LinkState.OPEN:
-            end.framing.read(end.connection)
-        if end.connection.state is LinkState.OPEN:
-            end.framing.write(end.connection)  # the selector reports that there is room
-        end.framing.go_on()
+    def move(self, end: End, count: int, planes: Sequence[int] = (0, 1)) -> None:
+        """So many messages of each plane; the peer reads those that have arrived when it likes."""
+        for plane in planes:
+            end.streams[plane].move(self.ends[end.peer].streams[plane], count)
 
     # -- the workers ------------------------------------------------------------------------------------------------------
 
@@ -187,16 +172,16 @@ class World:
         if end.open_rounds() or end.round - self.ends[end.peer].round > 3:
             return
         for bucket in range(BUCKETS):
-            key, votes = (end.round, bucket, 0), end.connection.votes
+            key, votes = (end.round, bucket, 0), end.link.votes
             # A worker may not have seen yet that the connection is lost.
-            is_lost = end.connection.state is not LinkState.OPEN and self.draw.random() < 0.7
+            is_lost = end.link.state is not LinkState.OPEN and self.draw.random() < 0.7
             if is_lost or votes.in_doubt(bucket) or votes.has_dropped(end.round, bucket):
-                end.framing.settlement.skip(end.peer, end.round, bucket)
+                end.flow.settlement.skip(end.peer, end.round, bucket)
                 end.verdicts[end.round, bucket] = Verdict.NEITHER
                 continue
             self.open(end, key)
         end.round += 1
-        end.framing.go_on()
+        end.flow.go_on()
 
     def open(self, end: End, key: tuple[int, int, int]) -> None:
         round_, bucket, _ = key
@@ -220,31 +205,31 @@ class World:
         end.verdicts[round_, bucket] = None
         sending = Sending(end.peer, key, memoryview(own), lambda: None, fail, ready=size)
         receiving = Receiving(end.peer, key, memoryview(memory), lambda: None, fail)
-        end.framing.settlement.open(Pair(receiving, sending, settle))
+        end.flow.settlement.open(Pair(receiving, sending, settle))
 
     def abandon(self, end: End) -> None:
         for round_, bucket in end.open_rounds():
-            verdict = end.framing.settlement.abandon(end.peer, (round_, bucket, 0), late=False)
+            verdict = end.flow.settlement.abandon(end.peer, (round_, bucket, 0), late=False)
             if verdict is Verdict.OPEN:
                 assert end.verdicts[round_, bucket] is None
                 end.verdicts[round_, bucket] = Verdict.OPEN
                 self.give_back[end.rank, round_, bucket]()
             else:
                 assert end.verdicts[round_, bucket] is not None
-        end.framing.go_on()
+        end.flow.go_on()
 
     def skip(self, end: End) -> None:
         if not end.open_rounds():
             for bucket in range(BUCKETS):
-                end.framing.settlement.skip(end.peer, end.round, bucket)
+                end.flow.settlement.skip(end.peer, end.round, bucket)
                 end.verdicts[end.round, bucket] = Verdict.NEITHER
             end.round += 1
-            end.framing.go_on()
+            end.flow.go_on()
 
     def expire(self, end: End) -> None:
         """The peer counts as dead here."""
-        end.framing.lose(end.connection, "silent")
-        end.framing.settlement.expire(end.connection)
+        end.flow.lose(end.link, "silent")
+        end.flow.settlement.expire(end.link)
 
     # -- a schedule -------------------------------------------------------------------------------------------------------
 
@@ -254,26 +239,24 @@ class World:
             end = draw.choice(self.ends)
             what = draw.random()
             if what < 0.25:
-                self.move(end, draw.choice([1, 7, HEADER_SIZE, 100, 5000, 70_000]))
-                self.read(self.ends[end.peer])
+                self.move(end, draw.choice([1, 2, 5]), draw.choice([(0,), (1,), (0, 1)]))
+                self.ends[end.peer].read()
             elif what < 0.50:
                 self.start(end)
             elif what < 0.86:
-                self.move(end, 1 << 20)
-                self.read(self.ends[end.peer])
+                self.move(end, 100)
+                self.ends[end.peer].read()
             elif what < 0.91:
                 self.connect()
-                self.read(end)
+                end.read()
             elif what < 0.935:
                 self.abandon(end)
             elif what < 0.945:
                 self.skip(end)
             elif what < 0.96:
                 self.cut()
-            elif what < 0.97:
-                self.flip(end)
             elif what < 0.99:
-                self.read(end)
+                end.read()
             elif deaths:
                 self.expire(end)
 
@@ -282,15 +265,15 @@ class World:
         last = max(end.round for end in self.ends)
         for _ in range(400):
             for end in self.ends:
-                self.read(end)
-                if end.connection.state is not LinkState.OPEN:
+                end.read()
+                if end.link.state is not LinkState.OPEN:
                     self.cut()
-                    self.read(self.ends[end.peer])
+                    self.ends[end.peer].read()
                     self.connect()
                 if end.round < last:
                     self.start(end)
-                self.move(end, 1 << 20)
-                self.read(self.ends[end.peer])
+                self.move(end, 100)
+                self.ends[end.peer].read()
 
     def check(self, *, deaths: bool) -> int:
         """Returns the number of exchanges that only one end mixed."""
@@ -304,10 +287,9 @@ class World:
             for end, verdict in zip(self.ends, verdicts, strict=True):
                 if verdict is Verdict.BOTH:
                     assert end.received[key] == content(end.peer, *key, self.sizes[key[1]])
-        assert sum(end.damaged for end in self.ends) <= self.flips
         for end in self.ends:
             assert all(memory.count(0xFF) == len(memory) for memory in end.given_back)
-        counted = sum(end.framing.settlement.one_sided for end in self.ends)
+        counted = sum(end.flow.settlement.one_sided for end in self.ends)
         assert apart <= counted
         assert deaths or counted == 0
         return apart
@@ -316,7 +298,7 @@ class World:
 @pytest.fixture(autouse=True)
 def _virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    for module in (connection_module, framing_module, settlement_module):
+    for module in (channels, flow, link, reading, settlement):
         monkeypatch.setattr(module, "time", clock)
 
 
@@ -372,54 +354,50 @@ def test_a_later_drop_does_not_undo_a_got():
     assert not votes.has_dropped(3, 0)
 
 
-def test_votes_on_wild_buckets_and_large_bodies_are_refused():
-    world = World(0, (1, 1))
-    end = world.ends[0]
-    for frame in (pack(DROP, (0, 2**20, 0)), pack(GOT, (0, 2**31, 0)), pack(NOTE, (0, 0, 1), 2**30)):
-        fresh = World(0, (1, 1))
-        end = fresh.ends[0]
-        assert end.stream is not None
-        end.stream.arrived += frame
-        end.framing.read(end.connection)
-        assert isinstance(end.connection.cause, WireError)
+def test_votes_on_wild_buckets_are_refused():
+    for header in (pack(VOTE, (0, 2**20, 0), DROP), pack(VOTE, (0, 2**31, 0), GOT)):
+        end = World(0, (1, 1)).ends[0]
+        end.streams[0].arrived.append([header])
+        end.read()
+        assert isinstance(end.link.cause, WireError)
 
 
-def test_frames_without_an_exchange_are_no_error():
-    world = World(0, (1, 1))
-    end = world.ends[0]
-    assert end.stream is not None
-    for kind in (ASK, BEAT, GOT, DROP):
-        end.stream.arrived += pack(kind, (7, 0, 0))
-    end.framing.read(end.connection)
-    assert end.connection.state is LinkState.OPEN
-    assert end.connection.round == 7
-    end.stream.arrived += pack(BYE, (0, 0, 0))
-    end.framing.read(end.connection)
-    assert end.connection.state is LinkState.GONE
+def test_messages_without_an_exchange_are_no_error():
+    end = World(0, (1, 1)).ends[0]
+    end.streams[0].arrived += [[pack(VOTE, (7, 0, 0), word)] for word in (ASK, GOT, DROP)]
+    end.streams[0].arrived.append([pack(BEAT, (7, 0, 0))])
+    end.read()
+    assert end.link.state is LinkState.OPEN
+    assert end.link.round == 7
+    end.streams[0].arrived.append([pack(BYE)])
+    end.read()
+    assert end.link.state is LinkState.GONE
 
 
 def test_who_is_in_doubt_asks_and_is_told():
-    """The other end never gets the rest of the message, and drops the exchange when it is asked."""
+    """The other end never gets the message, and drops the exchange when it is asked."""
     world = World(0, (90_000, 1))
     first, second = world.ends
-    assert first.stream is not None
-    first.stream.room = 4096
     for end in world.ends:
         world.open(end, (0, 0, 0))
-        end.framing.go_on()
-    for count in (HEADER_SIZE, HEADER_SIZE, 0, 0, 0):  # its offer and its grant, and nothing of its message
-        world.move(second, 1 << 20)
-        world.read(first)
-        world.move(first, count)
-        world.read(second)
-    assert first.connection.votes.in_doubt(0)
+        end.flow.go_on()
+    for _ in range(4):
+        world.move(second, 100)
+        first.read()
+        world.move(first, 100, [0])
+        second.read()
+    assert first.link.votes.in_doubt(0)
     world.abandon(first)
     assert first.verdicts[0, 0] is Verdict.OPEN
-    for _ in range(40):
-        world.move(first, 1 << 20)
-        world.read(second)
-        world.move(second, 1 << 20)
-        world.read(first)
+    assert first.link.state is LinkState.BROKEN, "its memory is the caller's, and libzmq may still read it"
+    world.cut()
+    second.read()
+    world.connect()
+    for _ in range(4):
+        world.move(first, 100, [0])
+        second.read()
+        world.move(second, 100)
+        first.read()
     assert [end.verdicts[0, 0] for end in world.ends] == [Verdict.NEITHER] * 2
 
 
@@ -428,17 +406,17 @@ def test_a_vote_that_was_revoked_while_the_connection_was_lost():
     first, second = world.ends
     for end in world.ends:
         world.open(end, (0, 0, 0))
-        end.framing.go_on()
-    first.connection.votes.hear(Vote(0, 0, got=True))
-    pair = second.connection.pairs[0]
+        end.flow.go_on()
+    first.link.votes.hear(Vote(0, 0, got=True))
+    pair = second.link.pairs[0]
     pair.receiving.received = pair.receiving.size
-    second.framing.settlement.vote_if_complete(second.connection, 0)
+    second.flow.settlement.vote_if_complete(second.link, 0)
     world.cut()
-    world.read(first)
+    first.read()
     world.expire(second)
     assert second.verdicts[0, 0] is Verdict.NEITHER
     world.connect()
-    world.read(second)
-    world.move(second, 1 << 20)
-    world.read(first)
+    second.read()
+    world.move(second, 100)
+    first.read()
     assert first.verdicts[0, 0] is Verdict.NEITHER

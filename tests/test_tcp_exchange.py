@@ -184,7 +184,7 @@ def collected_in_the_links_thread(rank: int, n: int) -> bool:
     model = DecentralizedDataParallel(net(), SGD, topology="ring")
     for t in range(3):
         loss(model, t, rank).backward()
-    links, owner = model.replica.transport._reactor, threading.current_thread()  # type: ignore[attr-defined]
+    links, owner = model.replica.transport._wire, threading.current_thread()  # type: ignore[attr-defined]
     links.call(lambda: shut_down(model.replica.engine, model.replica.transport, owner))
     links._thread.join(10)
     return bool(links._thread.is_alive())
@@ -233,7 +233,7 @@ def broken_thread(rank: int, n: int) -> list[str]:
             assert started.wait(40)
             raise ZeroDivisionError("a bug of ours")
 
-        transport._reactor.call(fail)
+        transport._wire.call(fail)
         began = time.monotonic()
         # Commands that the thread has not done yet when it ends.
         handle = transport.start(edge, request(torch.ones(3 * _BLOCK_ON_CPU), rank, ExchangeId(0, 0)))
@@ -243,7 +243,7 @@ def broken_thread(rank: int, n: int) -> list[str]:
             handle.wait()
         said.append(str(caught.value))
         assert time.monotonic() - began < 45
-        transport._reactor._thread.join(50)
+        transport._wire._thread.join(50)
         with pytest.raises(RuntimeError, match="the transport of this worker has failed: ZeroDivisionError"):
             transport.start(edge, request(torch.ones(3), rank, ExchangeId(1, 0)))
     transport.control.gather(None)

@@ -52,7 +52,7 @@ def test_what_a_thread_raises_is_told():
 
 
 def break_connections(replica: Any) -> None:
-    reactor = replica.everyone._reactor
+    reactor = replica.everyone._wire
     reactor.call(lambda: [reactor._framing.lose(c, "a test") for c in reactor._framing.connections.values()])
 
 
@@ -143,7 +143,7 @@ def has_guests(rank: int, n: int) -> Any:
     model, optimizer, replica = make(rank)
     neighbours = replica.company.neighbours
     if rank == 0:
-        replica.everyone._reactor.on_guest = fail
+        replica.everyone._wire.on_guest = fail
         say("broken")
     else:
         while not has_said("broken"):

@@ -44,7 +44,7 @@ def on_nodes_of_their_own(rank: int, n: int) -> bool:
     exchanges(transport, pairing(n), torch.float32)
     exchanges(transport, grouping(n), torch.float32, first=100)
     transport.close()
-    return all(listener.curve is not None for listener in transport._reactor._listeners)
+    return all(listener.curve is not None for listener in transport._wire._listeners)
 
 
 def test_workers_on_other_nodes_exchange_over_encrypted_connections(workers):

@@ -36,9 +36,6 @@ _SHOWN_PAIRS = 10
 _MOST_SECONDS = 3600.0
 # Seconds of a slot beside its measurement, to begin and to gather.
 _AROUND_A_SLOT = 0.05
-_TCP_SETTINGS = Path("/proc/sys/net/ipv4")
-# Microseconds one way from which workers count as far apart.
-_FAR_US = 15_000
 _KINDS = {"inside_nodes": "inside nodes", "between_nodes": "between nodes"}
 
 EXAMPLES = f"""[bold]Examples[/bold]
@@ -209,17 +206,7 @@ def _card(device: str) -> dict[str, str]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "decent_dp": decent_dp.__version__,
-        "congestion_control": _of_tcp("tcp_congestion_control"),
-        "permitted": _of_tcp("tcp_allowed_congestion_control"),
     }
-
-
-def _of_tcp(setting: str) -> str:
-    """A setting of the kernel; '' where there is none."""
-    try:
-        return (_TCP_SETTINGS / setting).read_text().strip()
-    except OSError:
-        return ""
 
 
 def _document(
@@ -367,27 +354,7 @@ def _in_words(document: dict[str, Any]) -> list[str]:
         lines.append(f"do not reach each other: workers {', '.join(pairs[:_SHOWN_PAIRS])}{others}")
     else:
         lines.append("all workers reach each other")
-    return lines + _about_congestion(document)
-
-
-def _about_congestion(document: dict[str, Any]) -> list[str]:
-    """A line about the congestion control between nodes where another one is worth a try."""
-    worst = document["worst"]["between_nodes"]
-    if worst is None or "DECENT_DP_CONGESTION_CONTROL" in os.environ:
-        return []
-    latency = worst["longest"]["median_latency_us"]
-    for worker in document["workers"]:
-        now, permitted = worker.get("congestion_control", ""), worker.get("permitted", "").split()
-        if now == "bbr" and latency < _FAR_US:
-            wanted = ",".join(name for name in ("cubic", "reno") if name in permitted)
-            why = "at one site, BBR may fall to a tenth of the rate when both directions of a link are full"
-        elif now in ("cubic", "reno") and latency >= _FAR_US and "bbr" in permitted:
-            wanted, why = "bbr", f"{now} sends less after each lost packet, which counts on long paths; BBR does not"
-        else:
-            continue
-        if wanted:
-            return [f"TCP uses {now} on {worker['host']}: DECENT_DP_CONGESTION_CONTROL={wanted} is worth a try ({why})"]
-    return []
+    return lines
 
 
 def _times(large: float, small: float) -> str:

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -89,7 +89,8 @@ def all_finite(values: Tensor) -> bool | Tensor:
         return values.isfinite().all()
     # One pass: the sum contains any NaN or infinity (docs/log.md, 2026-11-22). Finite values may overflow it, and are then
     # checked one by one.
-    return math.isfinite(values.sum().tolist()) or bool(values.isfinite().all())
+    total: Any = values.sum().tolist()  # unlike item(), it keeps the interpreter lock
+    return math.isfinite(total) or bool(values.isfinite().all())
 
 
 class Compression(ABC):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from decent_dp._checks import check_choice, check_number, install_hint
-from decent_dp.transport.tcp.addresses import address_of
+from decent_dp.transport.addresses import address_of
 
 _NEEDS = f"decent_dp.integrations.ray needs Ray Train 2.60 or newer; {install_hint('ray')}"
 try:

@@ -12,7 +12,7 @@ without it there are no new epochs, and members that are gone stay holes. A stor
 again from a majority of its members, with the next one: they make one for that.
 
 A process that takes the place of a worker is named in the promise of the member that it has asked. It becomes a member with the
-epoch, and its incarnation tells it from the process before it (``decent_dp.transport.tcp.greeting``). Each epoch lists the
+epoch, and its incarnation tells it from the process before it (``decent_dp.transport.hello``). Each epoch lists the
 incarnations of all its members, for those that have missed earlier ones.
 """
 

@@ -15,10 +15,9 @@ from torch._C._distributed_c10d import Store
 
 from decent_dp.membership.index import Entry, UnreadableError, parse, runs_in
 from decent_dp.membership.line import Epoch, Line, newest_epoch
+from decent_dp.transport.addresses import probe
 from decent_dp.transport.communicators import UnreachableError, address_key, network_stack
 from decent_dp.transport.store import read_text
-from decent_dp.transport.tcp.addresses import dial_at
-from decent_dp.transport.tcp.greeting import is_greeted
 
 __all__ = ["Ask", "Reach", "Run", "choose", "reach", "register", "registered", "run_without"]
 
@@ -28,6 +27,9 @@ _log = logging.getLogger(__name__)
 _ANSWER, _ANSWERS, _OTHERS = 1.0, 3.0, 5.0
 
 T = TypeVar("T")
+
+# The first byte that a ZeroMQ socket says on each connection (ZMTP 3.1).
+_ZEROMQ = b"\xff"
 
 
 class Ask(Protocol):
@@ -123,14 +125,15 @@ def reach(address: Mapping[str, Any] | None, seconds: float = _ANSWER) -> Reach:
     if "host" not in address and address["node"] != own:
         return Reach.UNKNOWN  # it listens within its machine only
     try:
-        stream = dial_at(address, own, seconds)
+        stream = probe(address, own, seconds)
     except UnreachableError as error:
         return Reach.GONE if error.is_refused else Reach.UNKNOWN
     except OSError:  # no descriptor is left
         return Reach.UNKNOWN
     with stream:
         try:
-            return Reach.ANSWERS if is_greeted(stream, seconds) else Reach.GONE  # another program has the port now
+            # Another program may have the port now. A process says nothing that is stopped, or has left the socket to a child.
+            return Reach.ANSWERS if stream.recv(1) == _ZEROMQ else Reach.GONE
         except TimeoutError:
             return Reach.SILENT
         except OSError:

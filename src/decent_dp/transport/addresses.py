@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import secrets
@@ -12,15 +13,17 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from decent_dp.transport.communicators import Rendezvous, UnreachableError
+from decent_dp.transport.communicators import Rendezvous, UnreachableError, named_interface
 from decent_dp.transport.dialling import Target
-from decent_dp.transport.sockets import Socket, Sockets
+from decent_dp.transport.sockets import Curve, Socket, Sockets
 
 __all__ = ["address_of", "find", "listen", "probe"]
 
 # An address that nobody has (RFC 5737): the way to it is the default route.
 _ELSEWHERE = "192.0.2.1"
 _LOOPBACK = "127.0.0.1"
+# An environment variable: the ports at which a worker may listen.
+_PORTS = "DECENT_DP_PORTS"
 # What the name of a local socket for bulk data ends with.
 _BULK = "-bulk"
 
@@ -28,11 +31,12 @@ _BULK = "-bulk"
 def listen(rendezvous: Rendezvous, sockets: Sockets) -> list[Socket]:
     """Listens for other workers, with a socket for each plane, and stores the addresses.
 
-    On Linux, workers on this one's network stack use a local socket. If all workers are there, nothing listens beyond the
+    On Linux, workers on this one's network stack use local sockets. If all workers are there, nothing listens beyond the
     loopback interface, but where others may come and the master's address is another. What leaves the node is encrypted.
 
     Raises:
-        RuntimeError: the address cannot be bound.
+        RuntimeError: the address or the ports cannot be used.
+        ValueError: DECENT_DP_PORTS is no range of ports.
     """
     listeners: list[Socket] = []
     address: dict[str, Any] = {"node": rendezvous.node, "incarnation": rendezvous.incarnation, "pid": os.getpid()}
@@ -45,17 +49,39 @@ def listen(rendezvous: Rendezvous, sockets: Sockets) -> list[Socket]:
     if is_far or grows or not listeners:
         host = _own_address(guess=is_far) if is_far or grows else _LOOPBACK
         encrypts = rendezvous.encrypt if rendezvous.encrypt is not None else is_far or grows
-        try:
-            curve = rendezvous.curve if encrypts else None
-            remote = [sockets.listen(f"tcp://{_bracketed(host)}:*", curve, beats=beats) for beats in (True, False)]
-        except OSError as error:
-            raise RuntimeError(f"this worker cannot listen at {host}: {error}") from error
+        remote = _listen_at(host, sockets, rendezvous.curve if encrypts else None)
         address["host"] = host
         address["port"], address["bulk"] = (int(listener.endpoint.rpartition(":")[2]) for listener in remote)
         address["key"] = rendezvous.curve.public.hex() if encrypts else ""
         listeners += remote
     rendezvous.publish(address)
     return listeners
+
+
+def _listen_at(host: str, sockets: Sockets, curve: Curve | None) -> list[Socket]:
+    """A socket for control and one for bulk data, at any ports or at those of DECENT_DP_PORTS."""
+    text = os.environ.get(_PORTS, "").strip()
+    ports = iter(_ports(text)) if text else iter(["*", "*"])
+    made: list[Socket] = []
+    for port in ports:
+        try:
+            made.append(sockets.listen(f"tcp://{_bracketed(host)}:{port}", curve, beats=not made))
+        except OSError as error:
+            if not (text and error.errno == errno.EADDRINUSE):
+                raise RuntimeError(f"this worker cannot listen at {host}: {error}") from error
+        if len(made) == 2:
+            return made
+    raise RuntimeError(
+        f"{_PORTS}={text}: fewer than two of these ports are free at {host}, and each worker of a machine needs two. Give a "
+        "wider range, or end what uses them (`ss -ltnp` shows it)."
+    )
+
+
+def _ports(text: str) -> range:
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) < int(last) < 2**16):
+        raise ValueError(f"{_PORTS}={text} must be a range of ports, such as 29600-29699")
+    return range(int(first), int(last) + 1)
 
 
 def find(rendezvous: Rendezvous, peer: int, seconds: float, incarnation: int = 0) -> Target:
@@ -70,18 +96,18 @@ def find(rendezvous: Rendezvous, peer: int, seconds: float, incarnation: int = 0
         RuntimeError: as of ``Rendezvous.address_of``.
     """
     address = rendezvous.address_of(peer, incarnation, seconds)
-    probe(address, rendezvous.node, seconds).close()
+    probe(address, rendezvous.node, seconds, _where(rendezvous.addresses.get(rendezvous.rank, {}))).close()
     if _is_local(address, rendezvous.node):
         return Target(_local(address), _local(address) + _BULK)
     control, bulk = (f"tcp://{_bracketed(address['host'])}:{address[plane]}" for plane in ("port", "bulk"))
-    return Target(control, bulk, bytes.fromhex(address.get("key", "")), f"{address['host']} port {address['port']}")
+    return Target(control, bulk, bytes.fromhex(address.get("key", "")), _where(address))
 
 
-def probe(address: Mapping[str, Any], node: str, seconds: float) -> socket.socket:
+def probe(address: Mapping[str, Any], node: str, seconds: float, own: str = "") -> socket.socket:
     """A plain connection to the process that has stored this address: ZeroMQ does not tell that nobody listens.
 
     Args:
-        node: of this process.
+        node: of this process. ``own``: where it listens itself, for the error.
 
     Raises:
         UnreachableError: nobody answers there.
@@ -102,13 +128,17 @@ def probe(address: Mapping[str, Any], node: str, seconds: float) -> socket.socke
         stream.connect(at)
     except OSError as error:
         stream.close()
-        where = None if is_local else f"{address['host']} port {address['port']}"
-        raise UnreachableError(where, str(error), is_refused=isinstance(error, ConnectionRefusedError)) from error
+        where = None if is_local else _where(address)
+        raise UnreachableError(where, str(error), own, is_refused=isinstance(error, ConnectionRefusedError)) from error
     return stream
 
 
 def _is_local(address: Mapping[str, Any], node: str) -> bool:
     return address["node"] == node and "local" in address
+
+
+def _where(address: Mapping[str, Any]) -> str:
+    return f"{address['host']} port {address['port']}" if "host" in address else ""
 
 
 def _local(address: Mapping[str, Any]) -> str:
@@ -120,20 +150,20 @@ def _bracketed(host: str) -> str:
 
 
 def _own_address(*, guess: bool = True) -> str:
-    """The address under which the others reach this worker: that of GLOO_SOCKET_IFNAME, or of the way to the master.
+    """The address under which the others reach this worker: that of the interface that is named, or of the way to the master.
 
     Args:
         guess: if the master's does not tell, take that of the host's name, or of the default route.
     """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    name, interface = named_interface()
     if interface:
         own = address_of(interface)
         if own is not None:
             return own
         if sys.platform == "linux":  # elsewhere nothing is known of interfaces
             raise RuntimeError(
-                f"GLOO_SOCKET_IFNAME={interface}: this network interface has no address at which others reach this worker. "
-                "Name another one (`ip address` lists them)."
+                f"{name}={interface}: this network interface has no address at which others reach this worker. Name another "
+                "one (`ip address` lists them)."
             )
     for target in (os.environ.get("MASTER_ADDR", ""), *((socket.gethostname(), _ELSEWHERE) if guess else ())):
         with contextlib.suppress(OSError):

@@ -36,6 +36,8 @@ T = TypeVar("T")
 
 # Seconds for a note in the store. The error that would quote it is raised without it after that.
 _STORE_LIMIT = 2.0
+# Environment variables, the first that is set counts.
+_INTERFACES = ("DECENT_DP_INTERFACE", "GLOO_SOCKET_IFNAME")
 # Errors of the system when a process, or the machine, has too many open files.
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -56,6 +58,7 @@ __all__ = [
     "SilentError",
     "UnreachableError",
     "address_key",
+    "named_interface",
     "network_stack",
     "peer_error",
     "timeout_of",
@@ -72,12 +75,13 @@ class UnreachableError(ConnectionError):
     Args:
         where: its address and port; None for a local socket.
         reason: the error of the system.
+        own: the address and port of this worker; empty if it listens on its machine alone.
         is_refused: nobody listens there.
     """
 
-    def __init__(self, where: str | None, reason: str, *, is_refused: bool = False) -> None:
+    def __init__(self, where: str | None, reason: str, own: str = "", *, is_refused: bool = False) -> None:
         super().__init__(reason)
-        self.where, self.is_refused = where, is_refused
+        self.where, self.own, self.is_refused = where, own, is_refused
 
 
 class GreetingError(ConnectionError):
@@ -195,7 +199,7 @@ class Rendezvous:
         return f"key/{key}", self.bind(key)
 
     def _is_bound(self, address: dict[str, Any], rank: int) -> bool:
-        return address.get("rank") == rank and hmac.compare_digest(str(address["mac"]), self.bind(_unbound(address)))
+        return address.get("rank") == rank and hmac.compare_digest(str(address.get("mac")), self.bind(_unbound(address)))
 
     def knows(self, key: bytes, seconds: float) -> bool:
         """Whether the store has this public key of a worker. Raises OSError if it does not answer."""
@@ -242,7 +246,7 @@ class Rendezvous:
 
     def _keep_address(self, rank: int, incarnation: int, value: bytes) -> dict[str, Any]:
         address = _read_address(value, incarnation)
-        if address is not None and "mac" in address and not self._is_bound(address, rank):
+        if address is not None and not self._is_bound(address, rank):
             raise RuntimeError(
                 f"the address of worker {rank} in the store was not written by a worker of this run: see who else writes to "
                 "it, and that DECENT_DP_SECRET is the same on all workers"
@@ -291,7 +295,7 @@ class Rendezvous:
         return dist.ProcessGroupNCCL(store, list(ranks).index(self.rank), len(ranks), options)
 
     def _device(self) -> Any:
-        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        interface = named_interface()[1]
         if interface:
             return dist.ProcessGroupGloo.create_device(interface=interface)
         if len(self.local) == self.world_size - 1:  # nothing needs to listen beyond it
@@ -362,7 +366,7 @@ def _read_address(value: bytes, incarnation: int) -> dict[str, Any] | None:
     with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
         address = json.loads(value)
         host, local, node = (address.get(name) for name in ("host", "local", "node"))
-        ports = (address.get("port"), address.get("bulk", 1))
+        ports = (address.get("port"), address.get("bulk"))
         if host is not None and not (ipaddress.ip_address(str(host)) and all(map(_is_port, ports))):
             return None
         if local is not None and not (isinstance(local, str) and local.encode()):
@@ -381,6 +385,12 @@ def _is_port(number: Any) -> bool:
 def address_key(rank: int, incarnation: int) -> str:
     """The key of a process's address in the run's store."""
     return f"address/{rank}" if incarnation == 0 else f"address/{rank}/{incarnation}"
+
+
+def named_interface() -> tuple[str, str]:
+    """The environment variable that names the network interface at which this worker listens, and the interface; else ''."""
+    name = next((name for name in _INTERFACES if os.environ.get(name)), "")
+    return name, os.environ.get(name, "").split(",")[0]
 
 
 def network_stack() -> str | None:
@@ -453,10 +463,12 @@ def peer_error(error: Exception, ranks: Sequence[int], what: str, notes: Notes, 
     who = f"worker {ranks[0]}" if len(ranks) == 1 else f"one of the workers {list(ranks)}"
     said = notes.read(ranks)
     if isinstance(error, UnreachableError) and error.where is not None:
+        own = f" It has not come to this worker at {error.own} either." if error.own else ""
         return PeerLostError(
-            f"{who} does not answer at {error.where} ({error}), and {what} needs it. It is gone, or there is no way to it: see "
-            "that no firewall is between the workers, and that this is the address of the right network interface "
-            f"(GLOO_SOCKET_IFNAME on that worker names it).{said}"
+            f"{who} does not answer at {error.where} ({error}), and {what} needs it.{own} It is gone, or there is no way: see "
+            "that these are addresses of the right network interfaces (DECENT_DP_INTERFACE on each worker names its own). One "
+            "of the two must be reached: open its ports in the firewall (DECENT_DP_PORTS=29600-29699 on all workers fixes them), "
+            f"or connect the machines by a tunnel, such as WireGuard.{said}"
         )
     if isinstance(error, GreetingError):
         return PeerLostError(f"{who} is not connected, and {what} needs it: {error}{said}")

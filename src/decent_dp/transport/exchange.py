@@ -62,9 +62,9 @@ class _WireHandle(Handle):
         others: the other members.
     """
 
-    def __init__(self, request: ExchangeRequest, others: list[int], timeout: _Timeout, reactor: Wire, explain: Explain) -> None:
+    def __init__(self, request: ExchangeRequest, others: list[int], timeout: _Timeout, wire: Wire, explain: Explain) -> None:
         self._exchange_id, self._others, self._explain = request.exchange_id, others, explain
-        self._timeout, self._reactor = timeout, reactor
+        self._timeout, self._wire = timeout, wire
         self._started = time.monotonic()
         self._messages_left = 0
         self._done, self._read = threading.Event(), threading.Event()
@@ -140,7 +140,7 @@ class _WireHandle(Handle):
         began = time.monotonic()
         while not event.is_set():
             # Bytes that move are progress, however large the message is.
-            last = max(began, *(self._reactor.last_progress(peer) for peer in self._others))
+            last = max(began, *(self._wire.last_progress(peer) for peer in self._others))
             left = last + self._timeout.seconds - time.monotonic()
             if self._started < self._timeout.expired_at:
                 left = 0.0  # a worker waits for the whole timeout once, not for each exchange in flight
@@ -151,8 +151,8 @@ class _WireHandle(Handle):
     def _missing(self) -> list[int]:
         """The workers that keep the exchange waiting, as far as this worker can know."""
         hint = _key(self._exchange_id, _HINT)
-        without_hint = [peer for peer in self._others if self._reactor.mailbox.waits_for(peer, hint)]
-        slots = {peer: self._reactor.open_slots(peer, hint[:2]) for peer in self._others}
+        without_hint = [peer for peer in self._others if self._wire.mailbox.waits_for(peer, hint)]
+        slots = {peer: self._wire.open_slots(peer, hint[:2]) for peer in self._others}
         behind = [peer for peer in self._others if any(slot % 2 == 0 for slot in slots[peer])]
         # A peer that has begun and sends no mean waits for another worker.
         rest = [peer for peer in self._others if not slots[peer]]
@@ -167,11 +167,11 @@ class _SettledHandle(_WireHandle):
         request: ExchangeRequest,
         others: list[int],
         timeout: _Timeout,
-        reactor: Wire,
+        wire: Wire,
         explain: Explain,
         neighbours: WireNeighbours,
     ) -> None:
-        super().__init__(request, others, timeout, reactor, explain)
+        super().__init__(request, others, timeout, wire, explain)
         self.neighbours = neighbours
         [self._peer], self._key = others, _key(request.exchange_id, _WHOLE)
         self.pair: Pair | None = None
@@ -180,7 +180,7 @@ class _SettledHandle(_WireHandle):
 
     def settle(self, verdict: Verdict) -> None:
         self._settled = verdict
-        self._reactor.mailbox.forget(self._peer, _key(self._exchange_id, _HINT))
+        self._wire.mailbox.forget(self._peer, _key(self._exchange_id, _HINT))
         self._read.set()
         if verdict is Verdict.NEITHER:
             self._done.set()
@@ -209,7 +209,7 @@ class _SettledHandle(_WireHandle):
         while not (event.is_set() or self._in_doubt):
             now, lively = time.monotonic(), self.neighbours.patience(self._peer, began)
             in_time = self.neighbours.expected_end(self.pair, began) - now
-            active = max(began, self._reactor.last_progress(self._peer)) + self._timeout.seconds - now
+            active = max(began, self._wire.last_progress(self._peer)) + self._timeout.seconds - now
             left = min(lively, in_time, active)
             if left > 0:
                 event.wait(min(left, _LOOK_AT_PEERS))
@@ -222,17 +222,15 @@ class WireExchanges:
     """Pairs and groups over the connections of this worker.
 
     Args:
-        reactor: moves the messages.
+        wire: moves the messages.
         rank: this worker's.
         node_of: the name of each worker's node.
         waiter: its thread waits for GPUs.
         timeout: seconds without any progress after which a wait fails.
     """
 
-    def __init__(
-        self, reactor: Wire, rank: int, node_of: Sequence[str], waiter: Waiter, timeout: float, explain: Explain
-    ) -> None:
-        self._reactor, self._rank, self._node_of = reactor, rank, node_of
+    def __init__(self, wire: Wire, rank: int, node_of: Sequence[str], waiter: Waiter, timeout: float, explain: Explain) -> None:
+        self._wire, self._rank, self._node_of = wire, rank, node_of
         self._waiter, self._timeout, self._explain = waiter, _Timeout(timeout), explain
         self._pool = _BufferPool()
         self._neighbours: WireNeighbours | None = None
@@ -244,7 +242,7 @@ class WireExchanges:
 
     def tolerate(self, dead_after: float, places: int) -> Neighbours:
         """``Wire.tolerate``."""
-        self._neighbours = self._reactor.tolerate(dead_after, places)
+        self._neighbours = self._wire.tolerate(dead_after, places)
         return self._neighbours
 
     def connect(self, edge: Edge, exchange_id: ExchangeId, *, ahead: bool = False) -> list[int]:
@@ -256,29 +254,29 @@ class WireExchanges:
         others = sorted(rank for rank in edge.ranks if rank != self._rank)
         for peer in others:
             try:
-                self._reactor.connect(peer, wait=ahead or self._neighbours is None)
+                self._wire.connect(peer, wait=ahead or self._neighbours is None)
             except (OSError, RuntimeError) as error:
                 raise self._explain(error, [peer], exchange_id) from error
         return others
 
     def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
         for peer in self.connect(edge, exchange_id):
-            self._reactor.send_note(peer, _key(exchange_id, _HINT), text)
+            self._wire.send_note(peer, _key(exchange_id, _HINT), text)
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         others = self.connect(edge, request.exchange_id)
-        arguments = request, others, self._timeout, self._reactor, self._explain
+        arguments = request, others, self._timeout, self._wire, self._explain
         neighbours = self._neighbours
         handle = _WireHandle(*arguments) if neighbours is None else _SettledHandle(*arguments, neighbours)
         staging = self._stage(request, handle) if request.sent.device.type != "cpu" else None
         on_host = request if staging is None else staging.on_host
         exchange: _PairExchange | _GroupExchange
         if len(others) == 1:
-            exchange = _PairExchange(self._reactor, on_host, handle, others[0])
+            exchange = _PairExchange(self._wire, on_host, handle, others[0])
         else:
             nodes = group_by_node(edge.ranks, self._node_of)
             first = self._first_chunk(edge, on_host)
-            exchange = _GroupExchange(self._reactor, on_host, handle, nodes, self._rank, self._pool, first)
+            exchange = _GroupExchange(self._wire, on_host, handle, nodes, self._rank, self._pool, first)
         handle.bytes_sent = exchange.bytes_sent
 
         def strides(hints: list[bytes]) -> Iterator[None]:
@@ -313,16 +311,16 @@ class WireExchanges:
             rest = strides(hints)
             if staging is None:
                 # Beside the backward, which goes on in the training thread.
-                self._reactor.call(lambda: self._encode_in_turn(lambda: encode(rest)))
+                self._wire.call(lambda: self._encode_in_turn(lambda: encode(rest)))
                 return
             while encode(rest):
                 pass
 
         if request.compression.needs_hints:
             key = _key(request.exchange_id, _HINT)
-            self._reactor.mailbox.when_noted(others, key, _on_this_stream(schedule, request.sent))
+            self._wire.mailbox.when_noted(others, key, _on_this_stream(schedule, request.sent))
             if isinstance(handle, _SettledHandle) and handle.failed:  # in the meantime
-                self._reactor.mailbox.forget(others[0], key)
+                self._wire.mailbox.forget(others[0], key)
         else:
             schedule([])
         return handle
@@ -365,7 +363,7 @@ class WireExchanges:
         if not self._encodings[0]():
             self._encodings.popleft()
         if self._encodings:
-            self._reactor.call(self._encode_next)
+            self._wire.call(self._encode_next)
 
 
 class _BufferPool:
@@ -415,8 +413,8 @@ class _BufferPool:
 class _PairExchange:
     """Both members get the other's message."""
 
-    def __init__(self, reactor: Wire, request: ExchangeRequest, handle: _WireHandle, peer: int) -> None:
-        self._reactor = reactor
+    def __init__(self, wire: Wire, request: ExchangeRequest, handle: _WireHandle, peer: int) -> None:
+        self._wire = wire
         key = _key(request.exchange_id, _WHOLE)
         self.bytes_sent = request.compression.payload(request.compression.chunks)
         handle.expect(2)
@@ -430,11 +428,11 @@ class _PairExchange:
             handle.pair = Pair(receiving, self._sending, handle.settle)
             handle.neighbours.open(handle.pair)
         else:
-            reactor.receive(receiving)
-            reactor.send(self._sending)
+            wire.receive(receiving)
+            wire.send(self._sending)
 
     def encoded(self, ready: int) -> None:
-        self._reactor.advance(self._sending, ready)
+        self._wire.advance(self._sending, ready)
 
 
 class _GroupExchange:
@@ -442,7 +440,7 @@ class _GroupExchange:
 
     def __init__(
         self,
-        reactor: Wire,
+        wire: Wire,
         request: ExchangeRequest,
         handle: _WireHandle,
         nodes: list[list[int]],
@@ -450,7 +448,7 @@ class _GroupExchange:
         pool: _BufferPool,
         first: int,
     ) -> None:
-        self.reactor, self.request, self.handle, self.rank, self.pool = reactor, request, handle, rank, pool
+        self.wire, self.request, self.handle, self.rank, self.pool = wire, request, handle, rank, pool
         numbers = range(len(request.compression.chunks))
         self._reductions = [_ChunkReduction(self, number, find_place(nodes, first + number, rank)) for number in numbers]
         self.other_nodes = len(nodes) - 1
@@ -458,10 +456,10 @@ class _GroupExchange:
         self.bytes_sent = sum(reduction.bytes_sent for reduction in self._reductions)
         handle.expect(1)  # besides the messages of the chunks: this worker's own one, when it is coded
         for reduction in self._reductions:
-            reactor.call(reduction.begin)
+            wire.call(reduction.begin)
 
     def encoded(self, ready: int) -> None:
-        self.reactor.call(lambda: self._go_on(ready))
+        self.wire.call(lambda: self._go_on(ready))
 
     def _go_on(self, ready: int) -> None:
         compression = self.request.compression
@@ -546,12 +544,12 @@ class _ChunkReduction:
             self._group.handle.arrive()
 
         failed, sources = self._failed(of.rank), self._group.other_nodes
-        self._group.reactor.receive(Receiving(of.rank, key, _bytes(into), done, failed, step, sources=sources))
+        self._group.wire.receive(Receiving(of.rank, key, _bytes(into), done, failed, step, sources=sources))
 
     def _send(self, to: Branch, step: int, key: Key, data: Tensor) -> None:
         failed = self._failed(to.rank)
         sending = Sending(to.rank, key, _bytes(data), self._group.handle.arrive, failed, step, ready=len(data))
-        self._group.reactor.send(sending)
+        self._group.wire.send(sending)
 
     def _run(self, peer: int, then: Callable[[], None]) -> None:
         """Runs ``then``: its error fails the exchange and does not end the reactor's thread."""

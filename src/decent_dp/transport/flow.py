@@ -123,6 +123,8 @@ class Flow:
         for receiving in list(link.receivings.values()):
             self._begin(link, receiving)
         for sending in list(link.sendings.values()):
+            if _is_mutual(sending.key) and sending.key not in link.receivings:  # the peer may not know that this one is in it
+                control.send(pack(START, sending.key, OFFERS, sending.size, sending.size, sending.size))
             self.queue(sending)
         self._on_open(link.peer)
 

@@ -47,8 +47,8 @@ class WireNeighbours(Neighbours):
         dead_after: as of ``Tolerate``.
     """
 
-    def __init__(self, reactor: Wire, framing: Flow, rank: int, dead_after: float) -> None:
-        self._reactor, self._framing, self._rank, self._dead_after = reactor, framing, rank, dead_after
+    def __init__(self, wire: Wire, flow: Flow, rank: int, dead_after: float) -> None:
+        self._wire, self._flow, self._rank, self._dead_after = wire, flow, rank, dead_after
         # When this worker entered its round, and the seconds of its last rounds.
         self._announced = self._step = 0.0
         self._steps: deque[float] = deque(maxlen=_STEPS)
@@ -60,7 +60,7 @@ class WireNeighbours(Neighbours):
         round_, bucket = exchange_id.round, exchange_id.bucket
         if round_ > self._last:
             return False
-        for connection in filter(None, map(self._framing.connections.get, self._others(edge))):
+        for connection in filter(None, map(self._flow.connections.get, self._others(edge))):
             votes, state = connection.votes, connection.state
             if round_ < connection.start:
                 return False
@@ -73,54 +73,54 @@ class WireNeighbours(Neighbours):
         return True
 
     def has_dropped(self, others: Sequence[int], exchange_id: ExchangeId) -> bool:
-        found = filter(None, map(self._framing.connections.get, others))
+        found = filter(None, map(self._flow.connections.get, others))
         return any(connection.votes.has_dropped(exchange_id.round, exchange_id.bucket) for connection in found)
 
     def skip(self, edge: Edge, exchange_id: ExchangeId) -> None:
         for peer in self._others(edge):
-            self._reactor.call(lambda peer=peer: self._skip(peer, exchange_id))  # type: ignore[misc]
+            self._wire.call(lambda peer=peer: self._skip(peer, exchange_id))  # type: ignore[misc]
 
     def _skip(self, peer: int, exchange_id: ExchangeId) -> None:
-        self._framing.settlement.skip(peer, exchange_id.round, exchange_id.bucket)
+        self._flow.settlement.skip(peer, exchange_id.round, exchange_id.bucket)
 
     def fail(self, error: Exception) -> None:
-        self._reactor.fail(error)
+        self._wire.fail(error)
 
     def refuse_failed(self) -> None:
-        self._reactor.refuse_failed()
+        self._wire.refuse_failed()
 
     def announce(self, round_: int) -> None:
-        self._framing.paused = False
-        now, last = time.monotonic(), self._framing.round
+        self._flow.paused = False
+        now, last = time.monotonic(), self._flow.round
         if last >= 0 and round_ > last:
             self._steps.append((now - self._announced) / (round_ - last))
             self._step = statistics.median(self._steps)
         if round_ > last:
             with self._lock:
-                self._announced, self._framing.round = now, round_
+                self._announced, self._flow.round = now, round_
 
     def round_of(self, rank: int) -> int:
-        connection = self._framing.connections.get(rank)
+        connection = self._flow.connections.get(rank)
         # The rounds of a process that has joined begin later: it is not ahead of this worker.
-        return -1 if connection is None or self._framing.round < connection.start else connection.round
+        return -1 if connection is None or self._flow.round < connection.start else connection.round
 
     def living(self) -> list[int]:
         return self._peers(lambda c: c.state is LinkState.OPEN and self.patience(c.peer, 0.0) > 0)
 
     @property
     def is_awake(self) -> bool:
-        since = time.monotonic() - self._reactor.woke()
+        since = time.monotonic() - self._wire.woke()
         if since > self._dead_after:
             return True
-        known = [c for c in list(self._framing.connections.values()) if c.state in (LinkState.OPEN, LinkState.BROKEN)]
-        heard = [c for c in known if c.state is LinkState.OPEN and c.heard > self._reactor.woke() + _OLD]
-        return heard == known if since < _BEATS * self._reactor.interval else bool(heard)
+        known = [c for c in list(self._flow.connections.values()) if c.state in (LinkState.OPEN, LinkState.BROKEN)]
+        heard = [c for c in known if c.state is LinkState.OPEN and c.heard > self._wire.woke() + _OLD]
+        return heard == known if since < _BEATS * self._wire.interval else bool(heard)
 
     def silent(self) -> list[int]:
         return self._peers(lambda c: c.state is not LinkState.NEW and self.patience(c.peer, 0.0) <= 0)
 
     def lost(self) -> list[int]:
-        return self._peers(lambda connection: connection.silence(self._reactor.now()) >= self._dead_after)
+        return self._peers(lambda connection: connection.silence(self._wire.now()) >= self._dead_after)
 
     def ended(self) -> list[int]:
         return self._peers(lambda connection: connection.state is LinkState.GONE)
@@ -130,30 +130,30 @@ class WireNeighbours(Neighbours):
 
     @property
     def is_paused(self) -> bool:
-        return self._framing.paused
+        return self._flow.paused
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        self._framing.paused = True
-        self._reactor.call(self._framing.beat_all)
+        self._flow.paused = True
+        self._wire.call(self._flow.beat_all)
         try:
             yield
         finally:
-            self._framing.paused = False
+            self._flow.paused = False
             with contextlib.suppress(RuntimeError):  # the transport was closed
-                self._reactor.call(self._framing.beat_all)
+                self._wire.call(self._flow.beat_all)
 
     def begin(self, bucket: int) -> None:
-        self._run(lambda: self._framing.begin(bucket))
+        self._run(lambda: self._flow.begin(bucket))
 
     @property
     def consensus(self) -> Consensus:
-        return self._reactor.control_plane
+        return self._wire.control_plane
 
     def promise(self, seconds: float, least: int) -> int:
         with self._lock:
             ahead = max(least, math.ceil(seconds / self._step) if self._step else 0)
-            promise = max(self._framing.round, 0) + ahead
+            promise = max(self._flow.round, 0) + ahead
             self._last = min(self._last, promise)
         return promise
 
@@ -163,41 +163,41 @@ class WireNeighbours(Neighbours):
 
     def enter_epoch(self, number: int) -> None:
         with self._lock:  # two threads come to epochs
-            self._framing.epoch = max(self._framing.epoch, number)
-        self._reactor.call(self._framing.beat_all)
+            self._flow.epoch = max(self._flow.epoch, number)
+        self._wire.call(self._flow.beat_all)
 
     def newest_epoch(self) -> int:
-        return max((connection.epoch for connection in list(self._framing.connections.values())), default=0)
+        return max((connection.epoch for connection in list(self._flow.connections.values())), default=0)
 
     def renew(self, rank: int, incarnation: int, start: int) -> None:
-        self._reactor.renew(rank, incarnation, start)
+        self._wire.renew(rank, incarnation, start)
 
     @property
     def replaced(self) -> bool:
-        return self._reactor.replaced
+        return self._wire.replaced
 
     def welcome(self, host: Callable[[Stream], None]) -> None:
-        self._reactor.on_guest = host
+        self._wire.on_guest = host
 
     def visit(self, rank: int, incarnation: int) -> Stream:
-        return self._reactor.visit(rank, incarnation)
+        return self._wire.visit(rank, incarnation)
 
     @property
     def one_sided(self) -> int:
-        return self._framing.settlement.one_sided
+        return self._flow.settlement.one_sided
 
     @property
     def reconnects(self) -> int:
-        return self._framing.reconnects
+        return self._flow.reconnects
 
     # -- a single exchange --------------------------------------------------------------------------------------------
 
     def open(self, pair: Pair) -> None:
-        self._reactor.call(lambda: self._framing.settlement.open(pair))
+        self._wire.call(lambda: self._flow.settlement.open(pair))
 
     def abandon(self, peer: int, key: Key, *, late: bool) -> Verdict:
         """``Settlement.abandon``; blocks until the reactor's thread has done it."""
-        return self._run(lambda: self._framing.settlement.abandon(peer, key, late=late))
+        return self._run(lambda: self._flow.settlement.abandon(peer, key, late=late))
 
     def _run(self, call: Callable[[], T]) -> T:
         """Waits until the reactor's thread has called it."""
@@ -210,7 +210,7 @@ class WireNeighbours(Neighbours):
                 future.set_exception(error)
                 raise
 
-        self._reactor.call(run)
+        self._wire.call(run)
         return future.result()
 
     def patience(self, peer: int, since: float) -> float:
@@ -219,8 +219,8 @@ class WireNeighbours(Neighbours):
         Args:
             since: when the exchange was started; it counts for a peer that has never been connected.
         """
-        connection = self._framing.connections.get(peer)
-        now = self._reactor.now()
+        connection = self._flow.connections.get(peer)
+        now = self._wire.now()
         if connection is None or connection.state is LinkState.NEW:
             return since + self._dead_after - now
         lively = SILENT * self._dead_after - connection.silence(now)
@@ -236,21 +236,21 @@ class WireNeighbours(Neighbours):
         Messages are late only if their peer was heard since then: it is asked for a sign of life, and answers it at once. So a
         peer that is stopped is waited for until it is silent.
         """
-        connection = self._framing.connections.get(pair.receiving.peer)
+        connection = self._flow.connections.get(pair.receiving.peer)
         if connection is None:
             return math.inf
-        if not pair.joined and connection.epoch > self._framing.epoch:
+        if not pair.joined and connection.epoch > self._flow.epoch:
             return pair.opened  # it may make other rounds, without this worker
         connection.patience = min(connection.patience, _COMING * self._dead_after)
         end = connection.expected_end(pair, began, max(self._step, _LATE))
         if not pair.joined or time.monotonic() < end or connection.heard > end:
             return end
-        self._reactor.call(lambda: self._framing.settlement.ask_for_life(connection))
+        self._wire.call(lambda: self._flow.settlement.ask_for_life(connection))
         return time.monotonic() + _ANSWER
 
     def waited(self, pair: Pair, began: float) -> None:
         """This worker has waited for an exchange since ``began``."""
-        connection = self._framing.connections.get(pair.receiving.peer)
+        connection = self._flow.connections.get(pair.receiving.peer)
         if connection is not None:
             connection.waited(pair, began, self._step, _COMING * self._dead_after)
 
@@ -258,4 +258,4 @@ class WireNeighbours(Neighbours):
         return [rank for rank in edge.ranks if rank != self._rank]
 
     def _peers(self, chosen: Callable[[Link], bool]) -> list[int]:
-        return sorted(connection.peer for connection in list(self._framing.connections.values()) if chosen(connection))
+        return sorted(connection.peer for connection in list(self._flow.connections.values()) if chosen(connection))

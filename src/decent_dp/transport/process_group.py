@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
-import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -19,28 +17,25 @@ from torch import Tensor
 from decent_dp.compression import Compression, Lossless
 from decent_dp.faults import Tolerate, default_dead_after, most_workers
 from decent_dp.topo import Edge
-from decent_dp.transport.addresses import find
-from decent_dp.transport.addresses import listen as listen_zmq
+from decent_dp.transport.addresses import find, listen
 from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, ExchangeRequest, Handle, Transport
 from decent_dp.transport.closed_group import close_default_group
 from decent_dp.transport.communicators import Communicator, Notes, Rendezvous, peer_error, timeout_of
 from decent_dp.transport.exchange import WireExchanges
-from decent_dp.transport.hello import Identity as NewIdentity
+from decent_dp.transport.hello import Identity
 from decent_dp.transport.inprocess import InProcessTransport
 from decent_dp.transport.nccl import AllReduceGroups, Exchanges, NcclPairs
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.peers import Peers
-from decent_dp.transport.sockets import Sockets
+from decent_dp.transport.sockets import Socket, Sockets
 from decent_dp.transport.survivors import SurvivorControl
-from decent_dp.transport.tcp.addresses import dial, listen
-from decent_dp.transport.tcp.greeting import Identity
-from decent_dp.transport.tcp.reactor import Reactor
 from decent_dp.transport.waiter import Waiter
 from decent_dp.transport.wire import Wire
 
 __all__ = ["ProcessGroupTransport", "check_encrypt", "check_transport", "connect", "group_of_replicas", "open_transport"]
 
-_log = logging.getLogger(__name__)
+# Seconds in which the store says whether it has the key of a worker that connects.
+_LOOK_UP = 2.0
 
 
 def open_transport(
@@ -167,37 +162,35 @@ class ProcessGroupTransport(Transport):
         self._has_failed = False
 
     def _listen(self) -> None:
-        shared = self._rendezvous
-        if os.environ.get("DECENT_DP_WIRE") != "tcp":
-            tolerant = shared.dead_after is not None
-            sockets = Sockets(shared.dead_after or default_dead_after(), breaks=tolerant)
-            self._reactor: Any = Wire(
-                NewIdentity(bytes.fromhex(shared.run_id), shared.rank, secrets.token_bytes(8), shared.incarnation),
-                shared.proof,
-                range(shared.world_size),
-                shared.local,
-                sockets,
-                listen_zmq(shared, sockets),
-                shared.curve,
-                set(shared.keys),
-                lambda peer, incarnation: find(self._rendezvous, peer, self._dial_seconds, incarnation),
-                lambda key: shared.knows(key, 2.0),
-                self.timeout,
-                default_dead_after(),
-            )
-            self._tcp = WireExchanges(self._reactor, shared.rank, shared.node_of, self._waiter, self.timeout, self._explain)
-            return
-        self._reactor = Reactor(
+        """Called by all workers together. Raises the same error on all if one cannot listen."""
+        shared, error = self._rendezvous, ""
+        sockets, listeners, dead_after = None, list[Socket](), 0.0
+        try:
+            dead_after = shared.dead_after or default_dead_after()
+            sockets = Sockets(dead_after, breaks=shared.dead_after is not None)
+            listeners = listen(shared, sockets)
+        except (RuntimeError, ValueError) as found:
+            error = str(found)
+        errors = {rank: text for rank, text in zip(self.control.ranks, self.control.gather(error), strict=True) if text}
+        if errors or sockets is None:
+            if sockets is not None:
+                sockets.close_all()
+            raise RuntimeError(" ".join(f"Worker {rank}: {text}" for rank, text in errors.items()))
+        self._wire = Wire(
             Identity(bytes.fromhex(shared.run_id), shared.rank, secrets.token_bytes(8), shared.incarnation),
             shared.proof,
             range(shared.world_size),
             shared.local,
-            listen(shared),
-            self._dial,
+            sockets,
+            listeners,
+            shared.curve,
+            set(shared.keys),
+            lambda peer, incarnation: find(self._rendezvous, peer, self._dial_seconds, incarnation),
+            lambda key: shared.knows(key, _LOOK_UP),
             self.timeout,
-            default_dead_after(),
+            dead_after,
         )
-        self._tcp = WireExchanges(self._reactor, shared.rank, shared.node_of, self._waiter, self.timeout, self._explain)
+        self._exchanges = WireExchanges(self._wire, shared.rank, shared.node_of, self._waiter, self.timeout, self._explain)
 
     @property
     def control(self) -> Control:
@@ -218,18 +211,15 @@ class ProcessGroupTransport(Transport):
         return self._process_group if len(ranks) == self.world_size else self._groups.get(tuple(sorted(ranks)))
 
     def lost(self) -> list[int]:
-        return self._reactor.lost() if self.neighbours is None else self.neighbours.lost()
+        return self._wire.lost() if self.neighbours is None else self.neighbours.lost()
 
     def prepare(self, edges: list[Edge]) -> None:
         for t, edge in enumerate(edges):
-            self._tcp.connect(edge, ExchangeId(t, 0), ahead=True)
+            self._exchanges.connect(edge, ExchangeId(t, 0), ahead=True)
 
     @property
     def _dial_seconds(self) -> float:
         return self.timeout if self._faults is None else min(self.timeout, self._faults.dead_after)
-
-    def _dial(self, peer: int, incarnation: int) -> Any:
-        return dial(self._rendezvous, peer, self._dial_seconds, incarnation)
 
     def records(self) -> dict[str, str]:
         return self._rendezvous.records()
@@ -238,10 +228,10 @@ class ProcessGroupTransport(Transport):
         shared = self._control_rendezvous
         if not shared.incarnation:  # a process that joins looks up those that it meets
             shared.look_up_addresses()
-        self._faults, self.neighbours = faults, self._tcp.tolerate(faults.dead_after, shared.places)
+        self._faults, self.neighbours = faults, self._exchanges.tolerate(faults.dead_after, shared.places)
         # gloo names no rank, and cannot be left: a frozen worker would stop it until the timeout.
         self._communicators.pop("all", None)
-        plane = self._reactor.control_plane
+        plane = self._wire.control_plane
         timeout = shared.timeout.total_seconds()
         # Nothing is known of the nodes of those that may come.
         node_of = (*shared.node_of, *(f"worker {rank}" for rank in range(self.world_size, shared.places)))
@@ -251,7 +241,7 @@ class ProcessGroupTransport(Transport):
             range(self.world_size),
             node_of,
             timeout,
-            lambda: self._reactor.close(says_bye=False),
+            lambda: self._wire.close(says_bye=False),
             shared.incarnation,
             self.neighbours.paused,
             self.neighbours.round_of,
@@ -268,7 +258,7 @@ class ProcessGroupTransport(Transport):
 
     def close(self) -> None:
         self._waiter.close()
-        self._reactor.close(says_bye=not self._has_failed)
+        self._wire.close(says_bye=not self._has_failed)
         self._notes.close()
         self._communicators.clear()
         self._controls.clear()  # the last references to the communicators
@@ -288,10 +278,10 @@ class ProcessGroupTransport(Transport):
         over_nccl = request.sent.is_cuda and self._rendezvous.nccl and self._faults is None
         if over_nccl and _is_plain(type(request.compression), group):
             return self._nccl_groups(ranks) if group else self._nccl_pairs()
-        return self._tcp
+        return self._exchanges
 
     def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
-        self._tcp.send_hint(edge, exchange_id, text)
+        self._exchanges.send_hint(edge, exchange_id, text)
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         return self.choose(edge, request).start(edge, request)

@@ -1,4 +1,4 @@
-"""The exchanges of pairs that both ends mix, or neither (``votes``), over the frames of ``framing``."""
+"""The exchanges of pairs that both ends mix, or neither (``votes``), over the messages of ``flow``."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__ = ["Settlement"]
 
 
 class Settlement:
-    """Opens exchanges, casts and hears votes, and ends exchanges when their verdict is known. Used by the reactor's thread.
+    """Opens exchanges, casts and hears votes, and ends exchanges when their verdict is known. Used by the transport's thread.
 
     Attributes:
         one_sided: exchanges that were dropped here, because the peer counts as dead, and that it may have mixed.
     """
 
-    def __init__(self, framing: Flow) -> None:
-        self._framing = framing
+    def __init__(self, flow: Flow) -> None:
+        self._flow = flow
         self.one_sided = 0
 
     def open(self, pair: Pair) -> None:
         """Begins an exchange."""
-        key, connection = pair.receiving.key, self._framing.connection(pair.receiving.peer)
+        key, connection = pair.receiving.key, self._flow.connection(pair.receiving.peer)
         pair.opened = time.monotonic()
         connection.votes.open(pair.round, pair.bucket)
         connection.pairs[pair.bucket] = pair
@@ -42,11 +42,11 @@ class Settlement:
         if connection.has_begun(key):
             self.join(connection, key)
         pair.receiving.done = lambda: self.vote_if_complete(connection, pair.bucket)
-        self._framing.add_receiving(pair.receiving)
-        self._framing.add_sending(pair.sending)
+        self._flow.add_receiving(pair.receiving)
+        self._flow.add_sending(pair.sending)
 
     def join(self, connection: Link, key: Key) -> None:
-        """A frame shows that the peer is in this exchange."""
+        """A message shows that the peer is in this exchange."""
         pair = connection.pairs.get(key[1])
         if pair is not None and pair.round == key[0] and not pair.joined:
             pair.joined = time.monotonic()
@@ -72,28 +72,28 @@ class Settlement:
         Returns:
             OPEN if this worker is in doubt: it has said GOT. Else the exchange has ended.
         """
-        connection, (round_, bucket, _) = self._framing.connection(peer), key
+        connection, (round_, bucket, _) = self._flow.connection(peer), key
         pair = connection.pairs.get(bucket)
         if pair is None or pair.round != round_:
             return Verdict.NEITHER  # it ended in the meantime, and its handle knows how
         if late:
             connection.give_up(pair)
         if connection.votes.in_doubt(bucket):
-            self._framing.cancel(connection, pair.receiving, pair.sending)
-            self._framing.recall(connection, pair.sending)
+            self._flow.cancel(connection, pair.receiving, pair.sending)
+            self._flow.recall(connection, pair.sending)
             if connection.state is LinkState.OPEN:
-                self._framing.say(connection, ASK, key)
+                self._flow.say(connection, ASK, key)
             return Verdict.OPEN
         self._drop(connection, round_, bucket)
         return Verdict.NEITHER
 
     def skip(self, peer: int, round_: int, bucket: int) -> None:
         """This worker leaves an exchange out that it has not opened, and all earlier ones of the bucket."""
-        self._drop(self._framing.connection(peer), round_, bucket)
+        self._drop(self._flow.connection(peer), round_, bucket)
 
     def ask_for_life(self, connection: Link) -> None:
         if connection.state is LinkState.OPEN:
-            self._framing.beat(connection, ask=True)
+            self._flow.beat(connection, ask=True)
 
     def expire(self, connection: Link) -> None:
         """The peer counts as dead: all exchanges with it are dropped."""
@@ -113,7 +113,7 @@ class Settlement:
             self._say(connection, vote)
         for bucket, pair in connection.pairs.items():
             if connection.votes.in_doubt(bucket) and pair.sending.key not in connection.sendings:  # it was abandoned
-                self._framing.say(connection, ASK, pair.sending.key)
+                self._flow.say(connection, ASK, pair.sending.key)
 
     def vote_if_complete(self, connection: Link, bucket: int) -> None:
         """A message of this exchange has come, or is coded."""
@@ -128,7 +128,7 @@ class Settlement:
 
     def _say(self, connection: Link, vote: Vote) -> None:
         if connection.state is LinkState.OPEN:  # else it is repeated when there is a connection again
-            self._framing.say(connection, GOT if vote.got else DROP, (vote.round, vote.bucket, 0))
+            self._flow.say(connection, GOT if vote.got else DROP, (vote.round, vote.bucket, 0))
 
     def _end_if_settled(self, connection: Link, bucket: int) -> None:
         pair = connection.pairs.get(bucket)
@@ -141,5 +141,5 @@ class Settlement:
         connection.votes.close(pair.round, pair.bucket)
         del connection.pairs[pair.bucket]
         connection.record(pair, verdict)
-        self._framing.cancel(connection, pair.receiving, pair.sending)
+        self._flow.cancel(connection, pair.receiving, pair.sending)
         pair.settle(verdict)

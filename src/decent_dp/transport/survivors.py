@@ -24,7 +24,7 @@ from decent_dp.errors import OutOfStepError, PeerLostError, PeerTimeoutError
 from decent_dp.transport.agreement import Decision, View
 from decent_dp.transport.base import Control, DeferredHandle, Handle
 from decent_dp.transport.control_plane import CALL, ControlPlane
-from decent_dp.transport.tcp.protocol import LARGEST_NOTE
+from decent_dp.transport.messages import LARGEST_FRAME
 
 __all__ = ["SurvivorControl", "spanning_tree"]
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 # The most bytes of the message of one worker, and of all, that go through an agreement; larger ones go over the tree.
-_SMALL, _SMALL_OF_ALL = 2**12, LARGEST_NOTE // 4
+_SMALL, _SMALL_OF_ALL = 2**12, LARGEST_FRAME // 4
 # The end of what a worker says about itself that has missed calls.
 _LATE = "late"
 # Later than all rounds: of calls in which all take part.
@@ -344,7 +344,7 @@ class SurvivorControl(Control):
 
     def _sum_up(self, flat: Tensor) -> None:
         """``flat`` becomes the mean at the root, and elsewhere the sum of a part of the tree."""
-        for part in torch.split(flat, LARGEST_NOTE // flat.itemsize):
+        for part in torch.split(flat, LARGEST_FRAME // flat.itemsize):
             for child in self._children:
                 part += torch.frombuffer(bytearray(self._get(child)), dtype=part.dtype)
             if self._parent is None:
@@ -354,7 +354,7 @@ class SurvivorControl(Control):
 
     def _send_down(self, raw: Tensor) -> None:
         """``raw`` (bytes) becomes that of the root."""
-        for part in torch.split(raw, LARGEST_NOTE) if raw.numel() else ():
+        for part in torch.split(raw, LARGEST_FRAME) if raw.numel() else ():
             if self._parent is not None:
                 part.copy_(torch.frombuffer(bytearray(self._get(self._parent)), dtype=torch.uint8))
             for child in self._children:
@@ -373,8 +373,8 @@ class SurvivorControl(Control):
 
     def _put_text(self, peer: int, text: bytes) -> None:
         self._put(peer, str(len(text)).encode())
-        for begin in range(0, len(text), LARGEST_NOTE):
-            self._put(peer, text[begin : begin + LARGEST_NOTE])
+        for begin in range(0, len(text), LARGEST_FRAME):
+            self._put(peer, text[begin : begin + LARGEST_FRAME])
 
     def _get_text(self, peer: int) -> bytes:
         size, text = int(self._get(peer)), bytearray()
