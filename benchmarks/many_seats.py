@@ -34,7 +34,7 @@ from decent_dp.transport import agreement as agreement_module
 from decent_dp.transport.agreement import Agreements, Decision, View
 from decent_dp.transport.agreement import _unpack as unpack
 from decent_dp.transport.liveness import SILENT
-from decent_dp.transport.tcp.protocol import HEADER_SIZE, LARGEST_NOTE
+from decent_dp.transport.messages import HEADER_BYTES, LARGEST_FRAME
 
 T = TypeVar("T")
 
@@ -203,7 +203,7 @@ class Worker:
     # -- the transport
 
     def run(self, call: Callable[[], None]) -> None:
-        """In the reactor's thread."""
+        """In the transport's thread."""
         if not self.alive:
             return
         self.world.timed(self, call)
@@ -334,12 +334,12 @@ class World:
 
     def send(self, worker: Worker, peer: int, message: bytes) -> None:
         self.notes += 1
-        self.note_bytes += HEADER_SIZE + len(message)
+        self.note_bytes += HEADER_BYTES + len(message)
         name = message[2 : message.index(b'"', 2)].decode()
         self.notes_of[name] += 1
-        self.bytes_of[name] += HEADER_SIZE + len(message)
+        self.bytes_of[name] += HEADER_BYTES + len(message)
         self.largest = max(self.largest, len(message))
-        self.too_large += len(message) > LARGEST_NOTE
+        self.too_large += len(message) > LARGEST_FRAME
         connection, other = worker.connections[peer], self.workers[peer]
 
         def arrives() -> None:

@@ -200,7 +200,9 @@ class FaultyLinks(Links):
         self._selector = selectors.DefaultSelector()
         self._control = self._listen()
         self._links = {
-            (a, b): _Link((a, b), {(rank, plane): self._listen() for rank in (a, b) for plane in (0, 1)}, {a: _Way(), b: _Way()})
+            (a, b): _Link(
+                (a, b), {(rank, plane): self._listen() for rank in (a, b) for plane in (0, 1)}, {a: _Way(), b: _Way()}
+            )
             for a, b in itertools.combinations(range(n), 2)
         }
         ports = {

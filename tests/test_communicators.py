@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +24,10 @@ from torch import nn
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
 from decent_dp.topo import Edge
-from decent_dp.transport import ExchangeId, ProcessGroupTransport, communicators
+from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses, communicators
 from decent_dp.transport.base import DeferredHandle
 from decent_dp.transport.communicators import Notes, Rendezvous, UnreachableError, peer_error
-from decent_dp.transport import addresses
+from decent_dp.transport.sockets import Sockets
 from decent_dp.transport.waiter import Waiter
 from tests.helpers import came, listening, request
 from tests.test_transport import control, exchanges, grouping, swap
@@ -286,23 +287,30 @@ def test_two_workers_on_one_gpu_are_told_what_to_do(monkeypatch, text, message):
 # -- addresses -------------------------------------------------------------------------------------------------------------
 
 
-def meeting_at(store: Any, seconds: float) -> Rendezvous:
-    return Rendezvous(store, 0, 4, timedelta(seconds=seconds), False, ("here",) * 4, b"", "run", "here", 4)
+def meeting_at(store: Any, seconds: float = 5.0, rank: int = 0, **settings: Any) -> Rendezvous:
+    arguments: dict[str, Any] = {"node_of": ("here",) * 4, "node": "here", "places": 4} | settings
+    return Rendezvous(store, rank, 4, timedelta(seconds=seconds), False, token=b"token", run_id="run", **arguments)
 
 
-def test_a_worker_that_does_not_answer_is_named_with_its_address():
+def far_away(store: Any, rank: int, host: str, port: int) -> None:
+    """A worker of another node has stored its address."""
+    meeting_at(store, rank=rank).publish({"node": "far", "incarnation": 0, "host": host, "port": port, "bulk": port, "key": ""})
+
+
+def test_a_worker_that_does_not_answer_is_named_with_both_addresses_and_the_ways_out():
     with socket.create_server(("127.0.0.1", 0)) as server:
         host, port = server.getsockname()
     store = dist.HashStore()
-    store.set("address/3", json.dumps({"node": "far", "incarnation": 0, "host": host, "port": port}))
-    rendezvous = meeting_at(store, 5.0)
+    far_away(store, 3, host, port)
+    rendezvous = meeting_at(store)
+    rendezvous.addresses[0] = {"host": "10.1.0.7", "port": 29600}
     with pytest.raises(UnreachableError) as caught:
-        addresses.dial(rendezvous, 3, 5.0)
+        addresses.find(rendezvous, 3, 5.0)
     error = peer_error(caught.value, [3], "round 0, bucket 1", Notes(store, 0), rendezvous.timeout)
     assert isinstance(error, PeerLostError)
     assert str(error).startswith(f"worker 3 does not answer at {host} port {port} ([Errno ")
-    assert "round 0, bucket 1 needs it" in str(error)
-    assert "GLOO_SOCKET_IFNAME" in str(error)
+    for said in ("round 0, bucket 1 needs it", "10.1.0.7 port 29600", "DECENT_DP_INTERFACE", "DECENT_DP_PORTS", "WireGuard"):
+        assert said in str(error)
     assert "join" not in str(error)
 
 
@@ -310,7 +318,7 @@ def test_an_address_that_never_comes_is_waited_for_as_long_as_the_process_group_
     rendezvous = meeting_at(dist.HashStore(), 0.3)
     began = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
-        addresses.dial(rendezvous, 3, 0.3)
+        addresses.find(rendezvous, 3, 0.3)
     assert 0.2 < time.monotonic() - began < 45
     error = peer_error(caught.value, [3], "round 0, bucket 1", Notes(rendezvous.store, 0), rendezvous.timeout)
     assert isinstance(error, PeerTimeoutError)
@@ -352,65 +360,93 @@ def test_the_address_for_others_is_not_loopback_if_another_exists(monkeypatch, m
     assert addresses._own_address() == ("10.1.0.7" if has_route else "127.0.0.1")
 
 
-@pytest.mark.parametrize("interface", ["lo", None])
-def test_only_the_chosen_interface_is_listened_on(monkeypatch, interface):
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    if interface is not None:
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", f"{interface},another")
+@pytest.fixture
+def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sockets]:
+    for name in ("GLOO_SOCKET_IFNAME", "DECENT_DP_INTERFACE", "DECENT_DP_PORTS", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    made = Sockets(10.0, breaks=False)
+    yield made
+    made.close_all()
+
+
+@pytest.mark.parametrize("variable", ["DECENT_DP_INTERFACE", "GLOO_SOCKET_IFNAME", None])
+def test_only_the_chosen_interface_is_listened_on(monkeypatch, sockets, variable):
+    if variable == "DECENT_DP_INTERFACE":
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none-such")
+    if variable is not None:
+        monkeypatch.setenv(variable, "lo,another")
     store = dist.HashStore()
-    rendezvous: Any = SimpleNamespace(
-        store=store, rank=0, world_size=2, places=2, local=frozenset(), node="here", incarnation=0, addresses={}
-    )
-    (made,) = addresses.listen(rendezvous)
-    with made:
-        host, port = made.getsockname()[:2]
-        assert json.loads(store.get("address/0")) == {
-            "node": "here",
-            "incarnation": 0,
-            "pid": os.getpid(),
-            "machine": socket.gethostname(),
-            "host": host,
-            "port": port,
-        }
-        assert host == ("127.0.0.1" if interface else addresses._own_address())
-        # This machine's other addresses are not answered at.
-        for other in {"127.0.0.1", "127.0.0.2", addresses.address_of("eth0") or "127.0.0.3"} - {host}:
-            with contextlib.closing(socket.socket()) as stranger, pytest.raises(ConnectionRefusedError):
-                stranger.connect((other, port))
+    rendezvous = meeting_at(store, node="alone")
+    made = addresses.listen(rendezvous, sockets)
+    assert [listener.curve is not None for listener in made] == [True, True], "what leaves a node is encrypted"
+    address = json.loads(store.get("address/0"))
+    host, port, bulk = address["host"], address["port"], address["bulk"]
+    assert [f"tcp://{host}:{number}" for number in (port, bulk)] == [listener.endpoint for listener in made]
+    assert (address["machine"], address["pid"], address["incarnation"]) == (socket.gethostname(), os.getpid(), 0)
+    assert host == ("127.0.0.1" if variable else addresses._own_address())
+    # This machine's other addresses are not answered at.
+    for other in {"127.0.0.1", "127.0.0.2", addresses.address_of("eth0") or "127.0.0.3"} - {host}:
+        with contextlib.closing(socket.socket()) as stranger, pytest.raises(ConnectionRefusedError):
+            stranger.connect((other, port))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems' local sockets are files")
-@pytest.mark.parametrize("places", [2, 3])
-def test_workers_of_one_machine_listen_for_others_only_if_these_may_come(monkeypatch, places):
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+@pytest.mark.parametrize(("places", "encrypt"), [(4, None), (4, True), (5, None), (5, False)])
+def test_workers_of_one_machine_listen_for_others_only_if_these_may_come(monkeypatch, sockets, places, encrypt):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    rendezvous: Any = SimpleNamespace(
-        store=dist.HashStore(),
-        rank=0,
-        world_size=2,
-        places=places,
-        local=frozenset({1}),
-        node="here",
-        incarnation=0,
-        addresses={},
-    )
-    made = addresses.listen(rendezvous)
-    for listener in made:
-        listener.close()
-    assert (len(made), rendezvous.addresses[0].get("host")) == ((2, "127.0.0.1") if places == 3 else (1, None))
+    rendezvous = meeting_at(dist.HashStore(), places=places, encrypt=encrypt)
+    made = addresses.listen(rendezvous, sockets)
+    remote = [listener for listener in made if listener.endpoint.startswith("tcp://")]
+    assert len(made) - len(remote) == 2
+    assert (len(remote), rendezvous.addresses[0].get("host")) == ((2, "127.0.0.1") if places == 5 else (0, None))
+    assert all((listener.curve is not None) == (encrypt is not False) for listener in remote)
     # Where the master's address does not tell, none is guessed: nobody has asked for one beyond the loopback interface.
     monkeypatch.delenv("MASTER_ADDR")
     assert addresses._own_address(guess=False) == "127.0.0.1"
 
 
-def test_an_interface_without_an_address_is_not_replaced_by_another(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "wg7")
-    rendezvous: Any = SimpleNamespace(
-        store=dist.HashStore(), rank=0, world_size=2, places=2, local=frozenset(), node="here", incarnation=0, addresses={}
-    )
-    with pytest.raises(RuntimeError, match="GLOO_SOCKET_IFNAME=wg7: this network interface has no address"):
-        addresses.listen(rendezvous)
+@pytest.mark.parametrize("variable", ["DECENT_DP_INTERFACE", "GLOO_SOCKET_IFNAME"])
+def test_an_interface_without_an_address_is_not_replaced_by_another(monkeypatch, sockets, variable):
+    monkeypatch.setenv(variable, "wg7")
+    with pytest.raises(RuntimeError, match=f"{variable}=wg7: this network interface has no address"):
+        addresses.listen(meeting_at(dist.HashStore(), node="alone"), sockets)
+
+
+def test_ports_are_those_that_were_asked_for(monkeypatch, sockets):
+    monkeypatch.setenv("DECENT_DP_INTERFACE", "lo")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        first = server.getsockname()[1]
+        monkeypatch.setenv("DECENT_DP_PORTS", f"{first}-{first + 40}")
+        found = []
+        for rank in range(2):
+            rendezvous = meeting_at(dist.HashStore(), rank=rank, node="alone")
+            addresses.listen(rendezvous, sockets)
+            found += [rendezvous.addresses[rank]["port"], rendezvous.addresses[rank]["bulk"]]
+        assert len(set(found)) == 4
+        assert all(first < port <= first + 40 for port in found), "one in use is passed over"
+        monkeypatch.setenv("DECENT_DP_PORTS", f"{first}-{first + 1}")
+        with pytest.raises(RuntimeError, match=f"DECENT_DP_PORTS={first}-.*fewer than two of these ports are free"):
+            addresses.listen(meeting_at(dist.HashStore(), node="alone"), sockets)
+    for text in ("29600", "29600-29600", "29700-29600", "a-b", "0-9", "1-70000"):
+        monkeypatch.setenv("DECENT_DP_PORTS", text)
+        with pytest.raises(ValueError, match=f"DECENT_DP_PORTS={text} must be a range of ports"):
+            addresses.listen(meeting_at(dist.HashStore(), node="alone"), sockets)
+
+
+def cannot_listen(rank: int, n: int) -> str:
+    communicators.network_stack = lambda: f"node {rank}"
+    addresses._own_address = lambda **_: "127.0.0.1"
+    os.environ.update({"DECENT_DP_PORTS": "7-6"} if rank == 1 else {})
+    try:
+        ProcessGroupTransport().close()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_worker_that_cannot_listen_is_an_error_on_all(workers):
+    found = workers(3, cannot_listen)
+    assert found == ["Worker 1: DECENT_DP_PORTS=7-6 must be a range of ports, such as 29600-29699"] * 3
 
 
 def test_an_interface_may_have_an_ipv6_address_alone(monkeypatch):
@@ -424,14 +460,14 @@ def test_an_interface_may_have_an_ipv6_address_alone(monkeypatch):
 
 def test_at_the_limit_of_open_files_the_peer_is_not_blamed(monkeypatch):
     store = dist.HashStore()
-    store.set("address/1", json.dumps({"node": "far", "incarnation": 0, "host": "127.0.0.1", "port": 9}))
-    rendezvous = meeting_at(store, 5.0)
+    far_away(store, 1, "127.0.0.1", 9)
+    rendezvous = meeting_at(store)
 
     def refuse(*arguments: Any) -> Any:
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(addresses.socket, "socket", refuse)
     with pytest.raises(OSError, match="Too many open files") as caught:
-        addresses.dial(rendezvous, 1, 5.0)
+        addresses.find(rendezvous, 1, 5.0)
     error = peer_error(caught.value, [1], "round 0, bucket 1", Notes(store, 0), rendezvous.timeout)
     assert str(error).startswith("this process cannot open a connection to worker 1, which round 0, bucket 1 needs: Too many")

@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from decent_dp.transport.courier import Courier
-from decent_dp.transport.tcp.protocol import ACK, BLOCK, Key
+from decent_dp.transport.link import Key
+from decent_dp.transport.messages import ACK, BLOCKS
 
 
 @pytest.fixture
@@ -19,12 +20,12 @@ def courier():
 
 def test_a_block_that_comes_while_earlier_ones_are_taken_waits_for_them(courier, monkeypatch):
     made, sent = courier
-    made.hear(1, (7, BLOCK, 0), b"first")  # this worker is not in collective 7 yet
+    made.hear(1, (7, BLOCKS, 0), b"first")  # this worker is not in collective 7 yet
     hear, threads = Courier.hear, []
 
     def hear_after_the_next(self: Courier, *args: object) -> None:
         if not threads:
-            threads.append(threading.Thread(target=hear, args=(self, 1, (7, BLOCK, 1), b"second")))
+            threads.append(threading.Thread(target=hear, args=(self, 1, (7, BLOCKS, 1), b"second")))
             threads[0].start()
             threads[0].join(0.2)
         hear(self, *args)  # type: ignore[arg-type]
@@ -42,7 +43,7 @@ def test_a_block_that_comes_while_earlier_ones_are_taken_waits_for_them(courier,
 def test_blocks_of_a_collective_that_was_given_up_are_dropped(courier):
     made, sent = courier
     for number, block in ((7, b"old"), (8, b"new")):
-        made.hear(1, (number, BLOCK, 0), block)
+        made.hear(1, (number, BLOCKS, 0), block)
     made.begin(8)
     assert made.get(1, pytest.fail) == b"new"
     assert sent == [(1, (8, ACK, 1), b"")]

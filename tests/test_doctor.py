@@ -208,14 +208,14 @@ def the_command(rank: int, n: int, *options: str) -> tuple[int, str, str, float]
 
 def with_a_wall(rank: int, n: int, path: str) -> Any:
     if rank == 2:
-        dial = process_group.dial
+        find = process_group.find
 
         def stopped(rendezvous: Any, peer: int, *more: Any) -> Any:
             if peer == 1:
                 raise UnreachableError("10.0.0.1 port 1234", "no way there")
-            return dial(rendezvous, peer, *more)
+            return find(rendezvous, peer, *more)
 
-        process_group.dial = stopped
+        process_group.find = stopped
     measure = Probe._measure
 
     def impatient(self: Any, peer: int, transport: Any) -> Any:
@@ -479,31 +479,3 @@ def test_the_planner_reads_the_written_file(tmp_path: Path) -> None:
     assert cluster.inter.bytes_per_s == pytest.approx(940e6 / 8)
     assert cluster.intra.bytes_per_s == pytest.approx(9400e6 / 8)
     assert cluster.inter.latency_s == pytest.approx(70e-6)
-
-
-@pytest.mark.parametrize(
-    ("now", "permitted", "latency", "wanted"),
-    [
-        ("bbr", "reno cubic bbr", 1e-4, "cubic,reno"),
-        ("bbr", "reno bbr", 1e-4, "reno"),
-        ("bbr", "reno cubic bbr", 40e-3, None),
-        ("cubic", "reno cubic", 40e-3, None),
-        ("cubic", "reno cubic bbr", 40e-3, "bbr"),
-        ("cubic", "reno cubic bbr", 1e-4, None),
-        ("", "", 40e-3, None),
-    ],
-)
-def test_a_better_congestion_control_is_recommended(
-    monkeypatch: pytest.MonkeyPatch, now: str, permitted: str, latency: float, wanted: str | None
-) -> None:
-    monkeypatch.delenv("DECENT_DP_CONGESTION_CONTROL", raising=False)
-    card = {"host": "h", "device": "cpu", "python": "3", "torch": "2", "decent_dp": "1"}
-    cards = [{**card, "congestion_control": now, "permitted": permitted}] * 4
-    found = {pair: Pair(latency, 1e8) for pair in pairs(4, 2)}
-    document = doctor._document(cards, [0, 0, 1, 1], "gloo", found, 1.0)
-    lines = [line for line in doctor._in_words(document) if "CONGESTION" in line]
-    assert [re.findall(r"CONTROL=(\S+)", line) for line in lines] == ([[wanted]] if wanted else [])
-    monkeypatch.setenv("DECENT_DP_CONGESTION_CONTROL", "bbr")
-    assert not any("CONGESTION" in line for line in doctor._in_words(document))
-    document = doctor._document(cards, [0] * 4, "gloo", found, 1.0)
-    assert not any("CONGESTION" in line for line in doctor._in_words(document))

@@ -18,10 +18,9 @@ from decent_dp.compression import COMPRESSIONS
 from decent_dp.compression.blockwise import _BLOCK_ON_CPU
 from decent_dp.errors import PeerLostError
 from decent_dp.topo import Edge
-from decent_dp.transport import ExchangeId, ProcessGroupTransport, communicators
+from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses, communicators
 from decent_dp.transport.exchange import _POOL_BYTES, WireExchanges
 from decent_dp.transport.reduction_tree import Place, find_place, group_by_node
-from decent_dp.transport import addresses
 from tests.helpers import came, compression_of, request
 
 MIB = 2**20

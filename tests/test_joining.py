@@ -559,7 +559,15 @@ def test_what_join_is_given_is_checked(monkeypatch):
     with pytest.raises(PeerLostError, match=r"^no run is registered at this store"):
         decent_dp.join(f"127.0.0.1:{store.port}")
     store.set("decent_dp/runs", json.dumps([["0" * 32, "exp"]]))
-    run = {"token": "00", "world_size": 4, "places": 5, "node_of": ["a"] * 4, "timeout": 10.0, "dead_after": 10.0}
+    run = {
+        "token": "00",
+        "world_size": 4,
+        "places": 5,
+        "node_of": ["a"] * 4,
+        "timeout": 10.0,
+        "dead_after": 10.0,
+        "encrypt": None,
+    }
     store.set(f"decent_dp/{'0' * 32}/run", json.dumps(run))
     store.set(f"decent_dp/{'0' * 32}/signature", "{}")
     for rank in (5, -1, "x"):

@@ -27,11 +27,18 @@ from decent_dp.membership.line import Line, newest_epoch
 from decent_dp.membership.runs import Reach, Run, choose, reach, register
 from decent_dp.transport.communicators import Rendezvous, address_key, network_stack
 from decent_dp.transport.store import add_to
-from decent_dp.transport.tcp.greeting import Greeting, Identity
 from tests.helpers import SilentStore
 
 A, B, C, D, E = (letter * 32 for letter in "abcde")  # ids of runs
-RECORD = {"token": "00", "world_size": 2, "places": 3, "node_of": ["a", "a"], "timeout": 10.0}
+RECORD = {
+    "token": "00",
+    "world_size": 2,
+    "places": 3,
+    "node_of": ["a", "a"],
+    "timeout": 10.0,
+    "dead_after": 10.0,
+    "encrypt": None,
+}
 GONE = {"node": "x", "machine": "m", "pid": 1, "incarnation": 0, "host": "127.0.0.1", "port": 9}
 FAR = {"node": "x", "machine": "m", "pid": 1, "incarnation": 0, "local": "f"}
 
@@ -71,8 +78,8 @@ def server() -> Any:
 
 @pytest.fixture
 def living() -> Iterator[dict[str, Any]]:
-    """The address of a process that greets as a worker does."""
-    with serving(Greeting(Identity(bytes(16), 0, bytes(8)), b"").challenge) as address:
+    """The address of a process that speaks ZeroMQ, as a worker does."""
+    with serving(b"\xff" + bytes(8) + b"\x7f") as address:
         yield address
 
 
@@ -431,7 +438,7 @@ def test_a_counter_that_is_no_number_counts_as_0(make_store):
         assert [add_to(store, f"{number}", amount) for amount in (1, 0, 1)] == [1, 1, 2]
 
 
-ADDRESS = {"node": "b", "incarnation": 0, "host": "10.0.0.1", "port": 1234}
+ADDRESS = {"node": "b", "incarnation": 0, "host": "10.0.0.1", "port": 1234, "bulk": 1235}
 
 
 NO_ADDRESSES = [
@@ -460,8 +467,9 @@ def test_an_address_that_is_none_is_an_error_with_its_key(number, incarnation, c
         dataclasses.replace(rendezvous, addresses={0: ADDRESS}).look_up_addresses()
     said = said_of_the_store(caplog)
     assert [key in line for line in said] == [True], said
-    store.set(address_key(1, 0), json.dumps(ADDRESS))
-    assert rendezvous.address_of(1, 0, 5.0) == ADDRESS
+    there = dataclasses.replace(rendezvous, rank=1, incarnation=0, addresses={})
+    there.publish({**ADDRESS})
+    assert rendezvous.address_of(1, 0, 5.0) == there.addresses[1]
 
 
 # -- a store that does not answer ------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import many_seats, membership
 from decent_dp.membership.line import Epoch
 from decent_dp.transport.agreement import Agreements
-from decent_dp.transport.tcp.protocol import HEADER_SIZE
+from decent_dp.transport.messages import HEADER_BYTES
 
 ROOT = Path(__file__).parents[1]
 
@@ -54,7 +54,7 @@ def test_workers_under_churn_come_to_one_line_and_all_is_counted(monkeypatch, no
             assert epoch == Epoch.read(number, world.store.texts[f"{many_seats.RUN}/epoch/{number}"])
         assert sum(world.notes_of.values()) == world.notes
         assert sum(world.bytes_of.values()) == world.note_bytes
-    assert (world.notes, world.note_bytes) == (len(sent), sum(sent) + HEADER_SIZE * len(sent))
+    assert (world.notes, world.note_bytes) == (len(sent), sum(sent) + HEADER_BYTES * len(sent))
     assert world.store.operations == len(operations)
 
 

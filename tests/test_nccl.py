@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from decent_dp.transport.nccl import AllReduceGroups, NcclPairs
 from torch import Tensor
 
 from decent_dp.compression import BFloat16, Int8, Lossless
 from decent_dp.errors import PeerLostError
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, ProcessGroupTransport
-from decent_dp.transport.by_communicator import AllReduceGroups, NcclPairs
 from tests.helpers import came, request
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -19,9 +19,9 @@ from torch.distributed import TCPStore
 from decent_dp.topo import Edge
 from decent_dp.transport import InProcessTransport, ProcessGroupTransport, Transport, run_replicas
 from decent_dp.transport import store as store_module
+from decent_dp.transport.addresses import find
 from decent_dp.transport.communicators import Rendezvous
 from decent_dp.transport.store import StoreCalls, StoreClient, read_text, store_errors
-from decent_dp.transport.tcp.addresses import dial
 from tests.helpers import BrokenStore, SilentStore
 
 
@@ -134,14 +134,14 @@ def test_the_address_of_a_process_is_looked_up_for_no_longer_than_the_limit(own,
     store = dist.HashStore()
     rendezvous = Rendezvous(store, 0, 2, timedelta(0), False, ("a", "b"), b"", "run", "a", 2, incarnation=own)
     with pytest.raises(RuntimeError, match="worker 1 has stored no address"):
-        dial(rendezvous, 1, 5.0, other)
+        find(rendezvous, 1, 5.0, other)
     client: Any = rendezvous._client
     client._store = silent = SilentStore(client._store)
     silent.answers.clear()
     began = time.monotonic()
     for _ in range(3):
         with pytest.raises(ConnectionError, match="the store does not answer"):
-            dial(rendezvous, 1, 0.2, other)
+            find(rendezvous, 1, 0.2, other)
     assert time.monotonic() < began + 5
     silent.answers.set()
 

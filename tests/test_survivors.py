@@ -22,14 +22,14 @@ from decent_dp.errors import OutOfStepError, PeerLostError, PeerTimeoutError
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId
 from decent_dp.transport import survivors as survivors_module
+from decent_dp.transport.communicators import UnreachableError
 from decent_dp.transport.courier import Courier
+from decent_dp.transport.link import LinkState
+from decent_dp.transport.messages import AGREEMENT
 from decent_dp.transport.survivors import SurvivorControl, spanning_tree
-from decent_dp.transport.tcp.connection import LinkState
-from decent_dp.transport.tcp.protocol import AGREEMENT
-from decent_dp.transport.tcp.reactor import Reactor
+from decent_dp.transport.wire import Wire
 from tests.helpers import some_in_the_fast_tests
-from tests.test_liveness import unreachable, wait_for
-from tests.test_reactor import Net
+from tests.wires import Net, wait_for
 
 DEAD_AFTER = 2.0
 # Seconds that a test may wait for a collective that does not depend on silence.
@@ -48,26 +48,26 @@ class Company:
     """
 
     def __init__(self, n: int, links: Sequence[tuple[int, int]], timeout: float = 20.0, *, near: bool = True) -> None:
-        self.net = Net(n, near=near, size=n)
-        for reactor in self.net.links:
-            reactor.tolerate(DEAD_AFTER)
+        self.net = Net(n, near=near, size=n, dead_after=DEAD_AFTER, breaks=True)
+        for wire in self.net.wires:
+            wire.tolerate(DEAD_AFTER)
         for a, b in links:
-            self.net.links[max(a, b)].connect(min(a, b))
+            self.net.wires[min(a, b)].connect(max(a, b))
         nodes = [f"node {rank // 2}" for rank in range(n)]
         self.controls = [
-            SurvivorControl(r.control_plane, rank, range(n), nodes, timeout) for rank, r in enumerate(self.net.links)
+            SurvivorControl(r.control_plane, rank, range(n), nodes, timeout) for rank, r in enumerate(self.net.wires)
         ]
 
-    def reactor(self, rank: int) -> Reactor:
-        return self.net.links[rank]
+    def wire(self, rank: int) -> Wire:
+        return self.net.wires[rank]
 
     def kill(self, rank: int) -> None:
         def die() -> None:
             raise KilledError
 
         with contextlib.suppress(RuntimeError):
-            self.reactor(rank).call(die)
-        self.reactor(rank)._thread.join(5)
+            self.wire(rank).call(die)
+        self.wire(rank)._thread.join(5)
 
     def run(self, work: Callable[[int, SurvivorControl], Any], ranks: Sequence[int] | None = None) -> dict[int, Any]:
         """What ``work`` returns on each worker, or its error."""
@@ -101,9 +101,7 @@ def make() -> Iterator[Callable[..., Company]]:
         made.append(Company(*args, **options))
         return made[-1]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reactor.__init__, "__defaults__", (DEAD_AFTER,))
-        yield build
+    yield build
     for company in made:
         company.net.close()
 
@@ -153,14 +151,14 @@ def test_workers_that_were_never_connected_meet(make):
 
 
 def test_one_that_does_not_dial_is_dialled(make):
-    """Of two workers the one of higher rank connects: also if only the other one wants it, and could not reach it before."""
+    """Of two workers either may dial: also if only one wants it, and could not reach the other before."""
     company = make(2, [])
-    low, high = company.reactor(0), company.reactor(1)
-    dial, low._dial = low._dial, unreachable
-    low.want(1)
-    wait_for(lambda: low._framing.connection(1).state is LinkState.BROKEN)
-    assert high._framing.connections.get(0) is None
-    low._dial = dial
+    low, high = company.wire(0), company.wire(1)
+    company.net.unreachable[0] = UnreachableError("there", "timed out")
+    high.want(0)
+    wait_for(lambda: high._flow.connection(0).state is LinkState.BROKEN)
+    assert low._flow.connections.get(1) is None
+    company.net.unreachable.clear()
     wait_for(lambda: low._neighbours.living() == [1] and high._neighbours.living() == [0])
 
 
@@ -180,7 +178,7 @@ def test_a_death_in_a_mean(make, monkeypatch, victim, blocks):
     put, get = Courier.put, Courier.get
 
     def count(courier: Courier) -> None:
-        if courier is company.reactor(victim).control_plane.courier:
+        if courier is company.wire(victim).control_plane.courier:
             if left["blocks"] == 0:
                 company.kill(victim)
                 raise KilledError
@@ -233,12 +231,12 @@ def test_a_worker_whose_neighbours_have_died_takes_part(make):
 def test_a_frozen_worker_is_left_out_and_told_when_it_wakes(make):
     company = make(4, ring(4))
     company.run(lambda rank, control: control.gather(rank))
-    for _ in range(2):
-        company.reactor(2).call(lambda: time.sleep(DEAD_AFTER + 1.5))
+    company.net.freeze(2, DEAD_AFTER + 1.5)
     began = time.monotonic()
     results = company.run(lambda rank, control: control.gather(rank), [0, 1, 3])
     assert results == {rank: [0, 1, 3] for rank in (0, 1, 3)}
     assert DEAD_AFTER / 2 < time.monotonic() - began < DEAD_AFTER + SOON
+    wait_for(lambda: company.wire(2)._neighbours.living() == [0, 1, 3], 10.0)
     late = company.run(lambda rank, control: control.gather(rank), [2])[2]
     assert isinstance(late, PeerLostError)
     assert "took worker 2 for gone" in str(late)
@@ -291,7 +289,7 @@ def test_a_worker_that_was_late_ends_if_the_others_never_make_its_call(make):
 def test_a_short_freeze_costs_time_only(make):
     company = make(3, ring(3))
     company.run(lambda rank, control: control.gather(rank))
-    company.reactor(1).call(lambda: time.sleep(0.7 * DEAD_AFTER))
+    company.net.freeze(1, 0.7 * DEAD_AFTER)
     assert company.run(lambda rank, control: control.gather(rank)) == {rank: [0, 1, 2] for rank in range(3)}
 
 
@@ -304,7 +302,7 @@ def test_a_connection_that_breaks_is_made_again(make, near):
         chosen = random.Random(0)
         while not stop.wait(0.03):
             rank = chosen.randrange(4)
-            for connection in list(company.reactor(rank)._framing.connections.values()):
+            for connection in list(company.wire(rank)._flow.connections.values()):
                 with contextlib.suppress(OSError, AttributeError):
                     connection.socket.shutdown(2)  # type: ignore[union-attr]
 
@@ -372,10 +370,10 @@ def test_an_epoch_does_not_wait_for_a_worker_that_is_silent(make):
     """One that is frozen for less than ``dead_after``: a call waits for it, and an epoch does not."""
     company = make(3, ring(3))
     company.run(lambda rank, control: control.gather(rank))
-    planes = [company.reactor(rank).control_plane for rank in range(3)]
+    planes = [company.wire(rank).control_plane for rank in range(3)]
     for plane in planes:
         plane.govern("epoch/", lambda name: None, lambda name, decision: decision)
-    company.reactor(2).call(lambda: time.sleep(0.8 * DEAD_AFTER))
+    company.net.freeze(2, 0.8 * DEAD_AFTER)
     began = time.monotonic()
     call = [planes[rank].propose("call", "") for rank in (0, 1)]
     epoch = [planes[rank].propose("epoch/1", "") for rank in (0, 1)]
@@ -467,7 +465,7 @@ def test_a_text_that_nobody_says_stops_no_worker(make):
     company = make(2, ring(2))
     company.run(call_of(1))
     for name in ("call/7/0", "call/", "call/x/0"):
-        company.reactor(1).control_plane.propose(name, "nonsense")
+        company.wire(1).control_plane.propose(name, "nonsense")
     time.sleep(0.2)
     assert company.run(call_of(2)) == {rank: [0, 1, "0 again", "1 again"] for rank in range(2)}
 
@@ -478,7 +476,7 @@ def test_a_worker_that_wakes_within_a_call_does_not_stop_it(make, comes):
     """The others have begun it without that worker, and go on with it while that worker waits for their next one, or trains."""
     company = make(3, ring(3))
     company.run(call_of(1))
-    company.reactor(2).call(lambda: time.sleep(1.3 * DEAD_AFTER))
+    company.net.freeze(2, 1.3 * DEAD_AFTER)
 
     def work(rank: int, control: SurvivorControl) -> list[Any]:
         time.sleep(comes * DEAD_AFTER if rank == 2 else 0.0)
@@ -487,7 +485,7 @@ def test_a_worker_that_wakes_within_a_call_does_not_stop_it(make, comes):
         if rank == 2:
             return found
         time.sleep(DEAD_AFTER)
-        wait_for(lambda: company.reactor(rank)._framing.connection(2).state is LinkState.OPEN)
+        wait_for(lambda: company.wire(rank)._flow.connection(2).state is LinkState.OPEN)
         began = time.monotonic()
         found += control.gather("more")
         assert time.monotonic() - began < SOON
@@ -523,8 +521,8 @@ def test_nobody_meets_a_process_that_joins_before_its_first_round(make):
     """And its round tells nobody that it is behind."""
     company = make(2, ring(2))
     company.run(lambda rank, control: control.gather(rank))
-    reactor, edge = company.reactor(0), Edge([0, 1], 0.5)
-    neighbours, connection = reactor._neighbours, reactor._framing.connection(1)
+    reactor, edge = company.wire(0), Edge([0, 1], 0.5)
+    neighbours, connection = reactor._neighbours, reactor._flow.connection(1)
     connection.start, connection.round = 50, 51
     for round_, meets in ((10, False), (49, False), (50, True)):
         neighbours.announce(round_)
@@ -541,7 +539,7 @@ def test_a_worker_that_makes_rounds_is_waited_for(make):
     def rounds(rank: int) -> int:
         return int(10 * min(time.monotonic() - began, 3.0))
 
-    control = SurvivorControl(company.reactor(0).control_plane, 0, range(2), ["a", "a"], 1.0, round_of=rounds)
+    control = SurvivorControl(company.wire(0).control_plane, 0, range(2), ["a", "a"], 1.0, round_of=rounds)
     with pytest.raises(PeerTimeoutError, match="worker 1 did not"):
         control.gather(0)
     assert 3.9 < time.monotonic() - began < 8.0
@@ -550,20 +548,20 @@ def test_a_worker_that_makes_rounds_is_waited_for(make):
 def test_a_message_that_is_none_costs_its_connection_only(make):
     company = make(3, ring(3))
     company.run(lambda rank, control: control.gather(rank))
-    company.reactor(1).call(
-        lambda: company.reactor(1)._framing.send_note(0, (0, AGREEMENT, 0), b'["x",[[1,1,"x",["a"],"0","0"]],null,0]')
+    company.wire(1).call(
+        lambda: company.wire(1)._flow.send_note(0, (0, AGREEMENT, 0), b'["x",[[1,1,"x",["a"],"0","0"]],null,0]')
     )
     deadline = time.monotonic() + 5
-    while company.reactor(0).lost() != [1]:
+    while company.wire(0).lost() != [1]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert company.reactor(0)._thread.is_alive()
+    assert company.wire(0)._thread.is_alive()
 
 
 def test_a_transport_that_is_closed_waits_for_nobody(make):
     company = make(2, ring(2))
-    waiting = company.reactor(0).control_plane.propose("call/0/0", "[]")
-    company.reactor(0).close()
+    waiting = company.wire(0).control_plane.propose("call/0/0", "[]")
+    company.wire(0).close()
     with pytest.raises(RuntimeError, match="closed"):
         waiting.result(5)
 

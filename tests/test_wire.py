@@ -205,9 +205,16 @@ def test_a_hello_is_judged_after_all_events_before_it():
 
     pending = [Event(zmq.EVENT_ACCEPTED, 5), Event(zmq.EVENT_DISCONNECTED, 5), Event(zmq.EVENT_ACCEPTED, 5)]
 
+    class Listener:
+        """Hashable, as a socket is."""
+
+        curve = None
+
+    socket: Any = Listener()
+
     def read_events(_: Any) -> None:
         while pending:
-            doorman.on_event(pending.pop(0))
+            doorman.on_event(socket, pending.pop(0))
 
     arguments: list[Any] = [LISTENER, b"secret", lambda _: None, lambda *_: None, None, set(), lambda _: False, read_events]
     doorman = Doorman(*arguments, lambda call: call(), lambda _: None)
@@ -217,7 +224,7 @@ def test_a_hello_is_judged_after_all_events_before_it():
     stream = SimpleNamespace(
         get=lambda _: bool(frames), recv=lambda *_, **__: frames.pop(0), send=lambda part, *_, **__: sent.append(part)
     )
-    socket: Any = SimpleNamespace(zmq=stream, curve=None)
+    socket.zmq = stream
     doorman.hear(socket, b"id")
     read_events(None)
     assert len(sent) == 3, "the hello is answered"

@@ -112,6 +112,11 @@ class Channel:
     descriptor: int = -1
     link: WireLink | None = None
 
+    @property
+    def accepted(self) -> tuple[Socket, int]:
+        """The listener and the descriptor."""
+        return self.socket, self.descriptor
+
     def send(self, header: bytes, body: memoryview | bytes = b"") -> None:
         """Nothing is sent, without an error, on a connection that is lost: its end is told otherwise."""
         stream = self.socket.zmq

@@ -118,8 +118,8 @@ class Flow:
             self.reconnects += link.lost is not None
             link.lost = None
             self.settlement.repeat(link)
-            for note in (note for notes in link.notes.values() for note in notes):
-                control.send(note[:HEADER_BYTES], note[HEADER_BYTES:])
+        for note in (note for notes in link.notes.values() for note in notes):
+            control.send(note[:HEADER_BYTES], note[HEADER_BYTES:])
         for receiving in list(link.receivings.values()):
             self._begin(link, receiving)
         for sending in list(link.sendings.values()):
@@ -424,7 +424,7 @@ class Flow:
         """Sends a few bytes that are not asked for."""
         link = self.connection(peer)
         is_hint = key[1] < ACK
-        if self.tolerant and is_hint and link.state is not LinkState.GONE:  # the control plane sends its own again
+        if is_hint and (self.tolerant or link.control is None) and link.state is not LinkState.GONE:
             link.keep_note(key[1], pack(CALL, key) + text)
         channel = link.bulk if key[1] == BLOCKS else link.control
         if channel is not None:

@@ -69,8 +69,9 @@ class Doorman:
         self._identity, self._secret, self._admit, self._opened = identity, secret, admit, opened
         self._authenticator, self._known, self._is_known = authenticator, known, is_known
         self._read_events, self._call, self._on_error = read_events, call, on_error
-        # By descriptor: since when a connection is there that has proven nothing.
-        self._strangers: dict[int, float] = {}
+        # By listener and descriptor, which may be used anew before the other listener's events are read: since when a connection
+        # is there that has proven nothing.
+        self._strangers: dict[tuple[Socket, int], float] = {}
         self._guests: dict[bytes, _Guest] = {}
         # By who dials and its attempt: what was proven of it.
         self._halves: dict[tuple[Identity, bytes], list[_Guest]] = {}
@@ -82,21 +83,22 @@ class Doorman:
     def busy(self) -> bool:
         return bool(self._strangers or self._guests)
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, socket: Socket, event: Event) -> None:
+        of = socket, event.descriptor
         if event.kind == zmq.EVENT_ACCEPTED:
-            self._strangers[event.descriptor] = time.monotonic()
+            self._strangers[of] = time.monotonic()
         elif event.kind == zmq.EVENT_DISCONNECTED:
-            if self._strangers.pop(event.descriptor, None) is not None:
-                self._forget([guest for guest in self._guests.values() if guest.channel.descriptor == event.descriptor])
+            if self._strangers.pop(of, None) is not None:
+                self._forget([guest for guest in self._guests.values() if guest.channel.accepted == of])
         elif event.kind in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
             self._warn()
 
     def look(self) -> None:
         """Ends connections that have proven nothing in time."""
         late = time.monotonic() - _PROVEN
-        for descriptor in [descriptor for descriptor, since in self._strangers.items() if since < late]:
-            del self._strangers[descriptor]
-            shut_down(descriptor)
+        for of in [of for of, since in self._strangers.items() if since < late]:
+            del self._strangers[of]
+            shut_down(of[1])
             self._warn()
         self._forget([guest for guest in self._guests.values() if guest.since < late])
 
@@ -121,7 +123,7 @@ class Doorman:
         if guest is None and header[1] == 1:
             descriptor, key = frames[0].get(zmq.SRCFD), b""
             self._read_events(socket)  # so far the descriptor may have been another connection's
-            if descriptor not in self._strangers:
+            if (socket, descriptor) not in self._strangers:
                 return  # it has ended already
             if socket.curve is not None:
                 key = bytes.fromhex(frames[0].get("User-Id")) + socket.curve.public
@@ -155,7 +157,7 @@ class Doorman:
         guests = sorted(half, key=lambda other: other.visitor.plane)
         self._forget(list(half))
         for other in guests:
-            self._strangers.pop(other.channel.descriptor, None)
+            self._strangers.pop(other.channel.accepted, None)
             other.channel.send(pack(HELLO, flags=4), other.visitor.answer(None))
         self._opened(worker, [other.channel for other in guests])
 

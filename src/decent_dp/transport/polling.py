@@ -22,7 +22,7 @@ class Polling:
     Attributes:
         sources: by zmq's sockets, those with a monitor: the socket.
         owners: by dialled socket: its connection, or the end of an attempt.
-        routes, accepted: connections that others have made, by routing id and by descriptor.
+        routes, accepted: connections that others have made, by routing id, and by listener and descriptor.
         over: connections that have ended.
         streams: by the connection of a process that joins.
         dialler, doorman: handle the events of connections that are not open yet; set before anything is watched.
@@ -37,7 +37,7 @@ class Polling:
         self.sources: dict[Any, Socket] = {}
         self.owners: dict[Socket, End | Channel] = {}
         self.routes: dict[bytes, Channel] = {}
-        self.accepted: dict[int, Channel] = {}
+        self.accepted: dict[tuple[Socket, int], Channel] = {}
         self.over: list[Channel] = []
         self.streams: dict[Channel, StateStream] = {}
 
@@ -54,7 +54,7 @@ class Polling:
     def accept(self, channels: Iterable[Channel]) -> None:
         """Connections that another worker has made are open."""
         for channel in channels:
-            self.routes[channel.routing_id] = self.accepted[channel.descriptor] = channel
+            self.routes[channel.routing_id] = self.accepted[channel.accepted] = channel
 
     def watch(self, socket: Socket, owner: End | None = None) -> None:
         self.sources[socket.zmq] = self.sources[socket.monitor] = socket
@@ -82,10 +82,10 @@ class Polling:
     def read_events(self, socket: Socket) -> None:
         owner = self.owners.get(socket)
         for event in socket.events():
-            if socket.is_router and event.kind == zmq.EVENT_DISCONNECTED and event.descriptor in self.accepted:
-                self.over.append(self.accepted.pop(event.descriptor))
+            if socket.is_router and event.kind == zmq.EVENT_DISCONNECTED and (socket, event.descriptor) in self.accepted:
+                self.over.append(self.accepted.pop((socket, event.descriptor)))
             elif socket.is_router:
-                self.doorman.on_event(event)
+                self.doorman.on_event(socket, event)
             elif isinstance(owner, End):
                 self.dialler.on_event(owner, event)
             elif event.is_end and owner is not None:
@@ -97,6 +97,6 @@ class Polling:
             self.forget(channel.socket)
         elif self.routes.get(channel.routing_id) is channel:
             del self.routes[channel.routing_id]
-            if self.accepted.get(channel.descriptor) is channel:
-                del self.accepted[channel.descriptor]
+            if self.accepted.get(channel.accepted) is channel:
+                del self.accepted[channel.accepted]
                 shut_down(channel.descriptor)

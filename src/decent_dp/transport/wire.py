@@ -378,7 +378,7 @@ class Wire:
                 for link in self._flow.connections.values():
                     if link.state is LinkState.BROKEN:
                         self._dialler.want(link.peer)
-            if now >= self._look_at or self._flow.tolerant:
+            if now >= self._look_at or self._flow.tolerant or self._dialler.busy:
                 self._look_at = min(self._dialler.look(), self.control_plane.look())
         return more
 
@@ -462,9 +462,8 @@ class Wire:
     def _let_in(self, worker: Identity, channels: list[Channel]) -> None:
         self._polling.accept(channels)
         if worker.rank == GUEST:
-            assert self.on_guest is not None
-            stream = self._stream(channels[0])
-            if not start_thread(partial(self.on_guest, stream), "decent_dp-guest", self._guest_failed):
+            serve = partial(self._serve, self._stream(channels[0]))
+            if not start_thread(serve, "decent_dp-guest", self._guest_failed):
                 self._polling.hang_up(channels[0])
             return
         link = self._flow.connection(worker.rank)
@@ -472,6 +471,11 @@ class Wire:
         if link.state is LinkState.OPEN:  # the peer has seen first that it was lost
             self._flow.lose(link, "replaced by the peer")
         self._flow.open(link, worker.uid, *channels)
+
+    def _serve(self, stream: StateStream) -> None:
+        assert self.on_guest is not None
+        with stream:
+            self.on_guest(stream)
 
     def _guest_failed(self, error: Exception) -> None:
         """The process asks another worker, and this one trains on."""

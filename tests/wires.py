@@ -1,0 +1,153 @@
+"""Workers of one process, each with its own sockets and thread: ``Net``."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from decent_dp.transport.addresses import probe
+from decent_dp.transport.communicators import UnreachableError
+from decent_dp.transport.dialling import Target
+from decent_dp.transport.hello import Identity
+from decent_dp.transport.link import Key, Receiving, Sending
+from decent_dp.transport.sockets import Curve, Sockets
+from decent_dp.transport.wire import Wire
+
+SECONDS = 20.0
+RUN, SECRET = b"run of the tests", b"secret of the run"
+
+
+def identity(rank: int) -> Identity:
+    return Identity(RUN, rank, b"worker %d" % rank)
+
+
+class Net:
+    """``n`` workers of a run of ``size``.
+
+    Args:
+        near: they are on one node.
+        encrypts: as between nodes.
+        dead_after: of connections. ``breaks``: faults are tolerated.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        *,
+        near: bool = False,
+        encrypts: bool = False,
+        size: int = 8,
+        dead_after: float = 10.0,
+        breaks: bool = False,
+        timeout: float = SECONDS,
+    ) -> None:
+        curves = [Curve.create() for _ in range(n)]
+        self.targets: list[Target] = []
+        self._addresses: list[dict[str, Any]] = []
+        self.wires: list[Wire] = []
+        # By rank: what is raised when it is looked up.
+        self.unreachable: dict[int, Exception] = {}
+        made = []
+        for rank in range(n):
+            sockets = Sockets(dead_after, breaks=breaks)
+            name = f"decent_dp-test-{secrets.token_hex(8)}"
+            at = f"ipc://@{name}{{}}" if near else "tcp://127.0.0.1:*"
+            curve = curves[rank] if encrypts else None
+            listeners = [sockets.listen(at.format(plane), curve, beats=not plane) for plane in ("", "-bulk")]
+            endpoints = [listener.endpoint for listener in listeners]
+            here = {"local": name} if near else {"host": "127.0.0.1", "port": int(endpoints[0].rpartition(":")[2])}
+            self._addresses.append({"node": "here", **here})
+            self.targets.append(Target(*endpoints, curve.public if curve else b"", "" if near else endpoints[0]))
+            made.append((sockets, listeners))
+        for rank, (sockets, listeners) in enumerate(made):
+            local = frozenset(set(range(n)) - {rank}) if near else frozenset()
+            keys = {curve.public for curve in curves}
+            self.wires.append(
+                Wire(
+                    identity(rank),
+                    SECRET,
+                    range(size),
+                    local,
+                    sockets,
+                    listeners,
+                    curves[rank],
+                    keys,
+                    self.find,
+                    lambda key: False,
+                    timeout,
+                    dead_after,
+                )
+            )
+
+    def find(self, rank: int, incarnation: int) -> Target:
+        if rank in self.unreachable:
+            raise self.unreachable[rank]
+        probe(self._addresses[rank], "here", 5.0).close()
+        return self.targets[rank]
+
+    def connect(self) -> None:
+        for wire in self.wires:
+            for peer in range(len(self.wires)):
+                if peer != wire._identity.rank:
+                    wire.connect(peer)
+
+    def freeze(self, rank: int, seconds: float) -> None:
+        """Nobody reaches this worker, and it nobody, for a time, as if it had been stopped."""
+        before = dict(self.unreachable)
+        self.unreachable.update(dict.fromkeys(range(len(self.wires)), UnreachableError("there", "timed out")))
+        for wire in self.wires:
+            peers = [peer for peer in wire._flow.connections if rank in (peer, wire._identity.rank)]
+            for peer in peers:
+                wire.call(lambda flow=wire._flow, peer=peer: flow.lose(flow.connection(peer), "frozen by the test"))
+
+        def thaw() -> None:
+            self.unreachable.clear()
+            self.unreachable.update(before)
+
+        threading.Timer(seconds, thaw).start()
+
+    def close(self) -> None:
+        closing = [threading.Thread(target=wire.close) for wire in self.wires]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join(SECONDS)
+            assert not thread.is_alive()
+
+
+def send(wire: Wire, peer: int, key: Key, data: bytes, ready: int | None = None) -> tuple[Sending, Future[None]]:
+    future: Future[None] = Future()
+    length = len(data) if ready is None else ready
+    sending = Sending(
+        peer, key, memoryview(data), lambda: future.set_result(None), lambda error: future.set_exception(error), ready=length
+    )
+    wire.send(sending)
+    return sending, future
+
+
+def receive(wire: Wire, peer: int, key: Key, size: int) -> Future[bytes]:
+    future: Future[bytes] = Future()
+    memory = bytearray(size)
+
+    def fail(error: BaseException) -> None:
+        if not future.done():
+            future.set_exception(error)
+
+    wire.receive(Receiving(peer, key, memoryview(memory), lambda: future.set_result(bytes(memory)), fail))
+    return future
+
+
+def content(seed: Any, size: int) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 5.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
