@@ -157,7 +157,7 @@ def make_tables(result: Mapping[str, Any]) -> str:
 DRAWN = {
     "gloo pair": (0, "--"),
     "pair float32": (1, "-"),
-    "pair float32, 'auto'": (1, ":"),
+    "pair float32, encrypted": (1, ":"),
     "pair bfloat16": (2, "-"),
     "pair int8": (3, "-"),
     "DDP step": (4, "--"),

@@ -84,7 +84,7 @@ class Setup:
 
 
 # Kinds of contenders with this library: those of gossip(), and the wrapper, too.
-GOSSIP = ("gossip", "tolerant", "auto")
+GOSSIP = ("gossip", "tolerant", "plain")
 OURS = ("ours", *GOSSIP)
 
 
@@ -94,7 +94,7 @@ class Contender:
 
     Attributes:
         kind: 'alone', 'ddp', the published package, 'ours' (the wrapper), 'gossip' (the user's own optimizer), 'tolerant' (the
-            same with ``faults=Tolerate()``) or 'auto' (the same with ``transport="auto"``).
+            same with ``faults=Tolerate()``) or 'plain' (the same with ``encrypt=False``).
         topology: of all but the first two.
     """
 
@@ -116,7 +116,7 @@ class Contender:
             raise ValueError(
                 f"a contender is alone, ddp, {PUBLISHED}:TOPOLOGY, ours:TOPOLOGY[:{'|'.join(WIRE_BYTES)}] (the wrapper) or "
                 f"gossip:TOPOLOGY[:…] (the user's own optimizer), tolerant:TOPOLOGY[:…] (with faults=) or "
-                f"auto:TOPOLOGY[:…] (with transport='auto'); got {name!r}"
+                f"plain:TOPOLOGY[:…] (with encrypt=False); got {name!r}"
             )
         return cls(kind, *rest)
 

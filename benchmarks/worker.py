@@ -133,8 +133,8 @@ def load_wrapper(contender: Contender, library: Path | None) -> Any:
         raise RuntimeError(f"decent_dp was imported from {found}, and not from {library}")
     if contender.kind == "tolerant":
         return partial(decent_dp.gossip, faults=decent_dp.Tolerate())
-    if contender.kind == "auto":
-        return partial(decent_dp.gossip, transport="auto")
+    if contender.kind == "plain":
+        return partial(decent_dp.gossip, encrypt=False)
     return decent_dp.gossip if contender.kind == "gossip" else DecentralizedDataParallel
 
 

@@ -75,10 +75,10 @@ BREAKAGES = [
         "        now = self.compression.hint(proposal)\n",
     ),
     Breakage(
-        "the grant for the second bucket is lost",
-        "transport/tcp/framing.py",
-        "        connection.control.append(pack(GRANT,",
-        "        if receiving.key[1] != 1:\n            connection.control.append(pack(GRANT,",
+        "the request for the second bucket is lost",
+        "transport/flow.py",
+        "        receiving.granted = upto\n        self._start(link, receiving)",
+        "        receiving.granted = upto\n        if receiving.key[1] != 1:\n            self._start(link, receiving)",
     ),
     Breakage(
         "an exchange counts as complete before its last message has come",

@@ -423,7 +423,8 @@ def test_the_wrappers_arguments():
     assert positional + ", *" == "(" + documented
     keywords = rest.removeprefix(", ").removesuffix(", **unknown)").split(", ")
     assert keywords == [
-        *("overlap=True", "compression=None", "mix_every=1", "rule=None", "faults=None", "process_group=None", "transport=None")
+        *("overlap=True", "compression=None", "mix_every=1", "rule=None", "faults=None", "encrypt=None", "process_group=None"),
+        "transport=None",
     ]
 
 
@@ -464,7 +465,7 @@ def test_the_wrappers_methods():
 
 GOSSIP = (
     "(model, optimizer, *, topology='base-2', compression=None, mix_every=1, rule=None, overlap=True, scaler=None, "
-    "faults=None, bucket_size_in_mb=25, local_world_size=None, process_group=None, transport=None)"
+    "faults=None, encrypt=None, bucket_size_in_mb=25, local_world_size=None, process_group=None, transport=None)"
 )
 GOSSIPS_METHODS = {
     "averaged": "(buffers=True)",

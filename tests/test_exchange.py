@@ -163,13 +163,13 @@ def test_a_construction_that_fails_leaves_nothing_behind(workers):
 def leaves_at_once(rank: int, n: int) -> bool:
     """Worker 1 is slow to connect; worker 0 has nothing more to do after it has wrapped its model."""
     if rank == 1:
-        dial = process_group.dial
+        find = process_group.find
 
         def late(meeting: Any, peer: int, *args: Any) -> Any:
             time.sleep(0.7)
-            return dial(meeting, peer, *args)
+            return find(meeting, peer, *args)
 
-        process_group.dial = late
+        process_group.find = late
     model = DecentralizedDataParallel(net(), SGD, topology="ring")
     model.close()
     return True

@@ -85,7 +85,6 @@ def gossip(
 
     The model stays the same module. The optimizer, ``loss.backward()``, clipping, schedulers, accumulation and logging stay
     the user's. All get rank 0's parameters and buffers. Replicas differ from then on: evaluate and save their mean.
-
     A replica may be sharded over several workers (``torch.distributed.fsdp.fully_shard`` on an inner mesh dimension). Every
     worker then mixes its shards with the workers at the same position in other replicas.
 
@@ -123,7 +122,6 @@ def gossip(
         check_transport(transport)
         check_model(model, shards=True)
         reshard(fsdp_modules(model))
-        mesh = describe_mesh(model)
         _refuse_shared_memory(model)
         older.extend(find_superseded(model))
         optimizers.extend(check_optimizers(optimizer, model))
@@ -134,7 +132,7 @@ def gossip(
             check_rule(rule),
             workers_per_node("local_world_size", local_world_size),
             {"optimizers": signature_of(optimizers, model), "encrypt": encrypt},
-            mesh,
+            describe_mesh(model),
             options_of(optimizers, model),
             sharing_class(optimizers),
             check_faults(faults),

@@ -467,7 +467,7 @@ def peer_error(error: Exception, ranks: Sequence[int], what: str, notes: Notes, 
         return PeerLostError(
             f"{who} does not answer at {error.where} ({error}), and {what} needs it.{own} It is gone, or there is no way: see "
             "that these are addresses of the right network interfaces (DECENT_DP_INTERFACE on each worker names its own). One "
-            "of the two must be reached: open its ports in the firewall (DECENT_DP_PORTS=29600-29699 on all workers fixes them), "
+            "of the two must be reached: open its ports in the firewall (DECENT_DP_PORTS=29600-29699 on all workers), "
             f"or connect the machines by a tunnel, such as WireGuard.{said}"
         )
     if isinstance(error, GreetingError):

@@ -69,8 +69,8 @@ class Doorman:
         self._identity, self._secret, self._admit, self._opened = identity, secret, admit, opened
         self._authenticator, self._known, self._is_known = authenticator, known, is_known
         self._read_events, self._call, self._on_error = read_events, call, on_error
-        # By listener and descriptor, which may be used anew before the other listener's events are read: since when a connection
-        # is there that has proven nothing.
+        # Since when a connection is there that has proven nothing: by listener and descriptor, as one may be used anew before
+        # the other listener's events are read.
         self._strangers: dict[tuple[Socket, int], float] = {}
         self._guests: dict[bytes, _Guest] = {}
         # By who dials and its attempt: what was proven of it.

@@ -137,6 +137,9 @@ class Sockets:
             own and cuts it in time: an end that only asks the other one for them (HEARTBEAT_TTL) stops its timer at any other
             message, and misses a peer that freezes before its next heartbeat.
         breaks: the connection is cut before, when the edges of a silent worker are holes.
+
+    Attributes:
+        authenticator: the socket at which libzmq asks whether a key may connect (ZAP, RFC 27); None: no listener encrypts.
     """
 
     def __init__(self, dead_after: float, *, breaks: bool, io_threads: int = 1) -> None:
@@ -147,6 +150,7 @@ class Sockets:
         for option in (zmq.LINGER, zmq.RCVHWM, zmq.SNDHWM):  # of all sockets, the monitors too
             self._context.setsockopt(option, 0)
         self._made: list[Socket] = []
+        self.authenticator: ZmqSocket = None
 
     def listen(self, endpoint: str, curve: Curve | None = None, *, beats: bool = True) -> Socket:
         """A socket that is bound there; a port may be ``*``.
@@ -157,6 +161,9 @@ class Sockets:
         Raises:
             OSError: the address is in use, or is none of this machine.
         """
+        if curve is not None and self.authenticator is None:  # before anybody can connect, who would be refused
+            self.authenticator = self._context.socket(zmq.ROUTER)
+            self.authenticator.bind("inproc://zeromq.zap.01")
         made = self._make(zmq.ROUTER, curve, beats=beats)
         made.zmq.set(zmq.IPV6, "[" in endpoint)
         try:
@@ -183,12 +190,6 @@ class Sockets:
         made.zmq.connect(endpoint)
         return made
 
-    def authenticator(self) -> ZmqSocket:
-        """The socket at which libzmq asks whether a key may connect (ZAP, RFC 27)."""
-        made = self._context.socket(zmq.ROUTER)
-        made.bind("inproc://zeromq.zap.01")
-        return made
-
     def _make(self, kind: int, curve: Curve | None, *, beats: bool) -> Socket:
         made = Socket(self._context, kind, curve)
         if beats:
@@ -205,6 +206,8 @@ class Sockets:
         for made in self._made:
             made.close()
         self._made.clear()
+        if self.authenticator is not None:
+            self.authenticator.close()
         self._context.destroy(linger=0)
 
 

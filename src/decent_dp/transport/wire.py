@@ -103,14 +103,13 @@ class Wire:
         # Connections that stay open after a BYE for its answer, and until when.
         self._leaving: dict[Channel, float] = {}
         self._flow = Flow(identity.rank, local, self._keep_note, self._connected, self._hang_up)
-        authenticator = sockets.authenticator() if any(listener.curve for listener in listeners) else None
-        self._authenticator = authenticator
+        self._authenticator = sockets.authenticator
         self._doorman = Doorman(
             identity,
             secret,
             self._admit,
             self._let_in,
-            authenticator,
+            sockets.authenticator,
             known,
             is_known,
             self._polling.read_events,
@@ -568,8 +567,6 @@ class Wire:
             for stream in list(self._polling.streams.values()):
                 stream.lose()
             self._commands.end()
-        if self._authenticator is not None:
-            self._authenticator.close()
         self._sockets.close_all()
         self._commands.close()
 
