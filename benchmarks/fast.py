@@ -32,8 +32,6 @@ RESULT = ROOT / "benchmarks" / "results" / "fast.json"
 SETUPS = ["2x1", "2x1-10000", "2x1-5000", "2x1-1000", "4x1", "4x1-10000", "4x1-5000", "4x1-1000"]
 # Of two nodes, and of four, which share the processors of this machine, and at 1 Gbit/s.
 TURNS, FEWER_TURNS = 6, 3
-# Of the shared links; a namespace may always have it.
-CONGESTION_CONTROL = "reno"
 MEGABYTES = 100  # of float32 values that each worker sends and receives (``fast_worker``)
 START_S, TURN_S = 60.0, 40.0
 BASE = "gloo pair"
@@ -48,12 +46,12 @@ def run_setup(name: str, turns: int, contenders: Sequence[str] = ()) -> list[dic
         RuntimeError: a worker failed; with the end of its log.
     """
     setup = Setup.parse(name)
-    with Lab(setup.nodes, setup.rate, CONGESTION_CONTROL) as lab, tempfile.TemporaryDirectory(prefix="ddplab-") as folder:
+    with Lab(setup.nodes, setup.rate) as lab, tempfile.TemporaryDirectory(prefix="ddplab-") as folder:
         out = Path(folder)
         command = [sys.executable, "-m", "benchmarks.fast_worker", "--turns", str(turns), "--out", folder]
         command += ["--contenders", *contenders] if contenders else []
         command += ["--spin"] if setup.rate is None else []
-        lab.run(command, out, START_S + TURN_S * (turns + 2), CONGESTION_CONTROL)
+        lab.run(command, out, START_S + TURN_S * (turns + 2))
         return [json.loads((out / f"{rank}.json").read_text()) for rank in range(setup.nodes)]
 
 
@@ -131,8 +129,6 @@ def make_table(lines: Sequence[Mapping[str, Any]]) -> str:
 PASSES = {
     "copy": "copy of the values into the message",
     "finite": "whether all of them are finite",
-    "checksum": "checksum of what is sent, and again of what came",
-    "crc32": "for comparison: CRC-32 of the same",
     "mix": "mix",
 }
 
@@ -208,7 +204,7 @@ def measure(name: str) -> dict[str, Any]:
 
 def write(found: Mapping[str, Mapping[str, Any]], passes: Mapping[str, float]) -> None:
     """Writes all files, with the set-ups in their order."""
-    head = {"machine": machine(), "megabytes": MEGABYTES, "congestion_control": CONGESTION_CONTROL, "passes": passes}
+    head = {"machine": machine(), "megabytes": MEGABYTES, "passes": passes}
     order = [*SETUPS, *found]
     result = {**head, "setups": sorted(found.values(), key=lambda setup: order.index(setup["setup"]))}
     RESULT.write_text(json.dumps(result, indent=1) + "\n")

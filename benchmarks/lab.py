@@ -65,14 +65,12 @@ def launcher_variables(
     local: int = 1,
     interface: str = INTERFACE,
     library: Path | None = None,
-    congestion_control: str = "cubic,reno",
 ) -> dict[str, str]:
     """What a launcher tells a worker, and what is set for all contenders.
 
     Args:
         local: workers per node.
         library: the folder that contains the package, if it is not the installed one.
-        congestion_control: of our links; not the machine's default, which may be BBR (docs/log.md, 2026-11-21).
     """
     return {
         "RANK": str(rank),
@@ -83,7 +81,6 @@ def launcher_variables(
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": interface,
         "OMP_NUM_THREADS": "1",
-        "DECENT_DP_CONGESTION_CONTROL": congestion_control,
         **({} if library is None else {"PYTHONPATH": str(library)}),
     }
 
@@ -150,14 +147,14 @@ class Lab:
     Args:
         nodes: how many.
         rate: of each link, in both directions, in Mbit/s; None for links that are not shaped.
-        congestion_control: how TCP shares the links; None for the machine's own choice. A namespace may have 'reno', and of
-            the others those that the machine allows it.
+        congestion_control: how TCP shares the links; not the machine's default, which may be BBR (docs/log.md, 2026-11-21).
+            A namespace may have 'reno', and of the others those that the machine allows it.
 
     Raises:
         LabError: a command of iproute2 failed.
     """
 
-    def __init__(self, nodes: int, rate: float | None, congestion_control: str | None = None) -> None:
+    def __init__(self, nodes: int, rate: float | None, congestion_control: str = "reno") -> None:
         self._nodes, self._rate, self._congestion_control = nodes, rate, congestion_control
         self._owner = os.getpid()
         self._workers: list[subprocess.Popen[bytes]] = []
@@ -217,15 +214,14 @@ class Lab:
             self.set_rate(node, self._rate)
         _run("ip", "-n", switch, "link", "set", port, "up")
         _run("ip", "-n", name, "link", "set", INTERFACE, "up")
-        if self._congestion_control is not None:
-            command = ["sh", "-c", f'echo "$0" > {_CONGESTION_CONTROL}', self._congestion_control]
-            try:
-                _run("ip", "netns", "exec", name, *command)
-            except LabError:
-                raise LabError(
-                    f"TCP may not use {self._congestion_control!r} in a network namespace here: only 'reno', and what "
-                    "`sysctl net.ipv4.tcp_allowed_congestion_control` names"
-                ) from None
+        command = ["sh", "-c", f'echo "$0" > {_CONGESTION_CONTROL}', self._congestion_control]
+        try:
+            _run("ip", "netns", "exec", name, *command)
+        except LabError:
+            raise LabError(
+                f"TCP may not use {self._congestion_control!r} in a network namespace here: only 'reno', and what "
+                "`sysctl net.ipv4.tcp_allowed_congestion_control` names"
+            ) from None
 
     def set_rate(self, node: int, rate: float) -> None:
         """Shapes a node's link, in both directions, to ``rate`` Mbit/s."""
@@ -274,7 +270,7 @@ class Lab:
                 raise TimeoutError(f"{codes.count(None)} of {len(codes)} workers still ran after {seconds:.0f} s")
             time.sleep(0.05)
 
-    def run(self, command: Sequence[str], folder: Path, seconds: float, congestion_control: str = "cubic,reno") -> None:
+    def run(self, command: Sequence[str], folder: Path, seconds: float) -> None:
         """Runs ``command`` with this repository's library as one worker per node, until all have ended.
 
         Args:
@@ -285,9 +281,7 @@ class Lab:
             TimeoutError: some still run after ``seconds``.
         """
         for rank in range(self._nodes):
-            env = launcher_variables(
-                rank, self._nodes, self.address(0), library=ROOT / "src", congestion_control=congestion_control
-            )
+            env = launcher_variables(rank, self._nodes, self.address(0), library=ROOT / "src")
             with (folder / f"{rank}.log").open("wb") as log:
                 self.start(rank, command, {**os.environ, **env}, log, cwd=ROOT)
         try:

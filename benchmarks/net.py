@@ -52,7 +52,7 @@ class Plan:
 
     Attributes:
         lib: the folder with this project's decent_dp.
-        congestion_control: of TCP; None for the machine's own choice.
+        congestion_control: of TCP.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Plan:
     steps: int
     repeat: int
     lib: Path
-    congestion_control: str | None = None
+    congestion_control: str = "reno"
 
 
 def install_published() -> None:
@@ -119,7 +119,7 @@ def run_contender(lab: Lab, plan: Plan, contender: Contender) -> Run:
         size = plan.setup.world_size
         for rank in range(size):
             with (out / f"{rank}.log").open("wb") as log:
-                env = _environ(lab, plan.setup, rank, library, plan.congestion_control)
+                env = _environ(lab, plan.setup, rank, library)
                 lab.start(rank // plan.setup.local, command, env, log, cwd=ROOT)
         try:
             failed = lab.wait(seconds + 30)  # a worker that has waited for so long names its peer
@@ -135,17 +135,10 @@ def run_contender(lab: Lab, plan: Plan, contender: Contender) -> Run:
         return make_run([json.loads((out / f"{rank}.json").read_text()) for rank in range(size)], plan.setup.local)
 
 
-def _environ(lab: Lab, setup: Setup, rank: int, library: Path | None, congestion_control: str | None) -> dict[str, str]:
+def _environ(lab: Lab, setup: Setup, rank: int, library: Path | None) -> dict[str, str]:
     env = {**os.environ, "NUMBA_DISABLE_JIT": "1"}  # as after a plain install, wherever this runs
     env.pop("PYTHONPATH", None)
-    return env | launcher_variables(
-        rank,
-        setup.world_size,
-        lab.address(0),
-        local=setup.local,
-        library=library,
-        congestion_control=congestion_control or "cubic,reno",
-    )
+    return env | launcher_variables(rank, setup.world_size, lab.address(0), local=setup.local, library=library)
 
 
 # -- a set-up ---------------------------------------------------------------------------------------------------------
@@ -254,7 +247,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=1, help="runs of each contender, in rotating order; medians are reported")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--lib", type=Path, default=ROOT / "src", help="the folder with this project's decent_dp")
-    parser.add_argument("--congestion-control", metavar="NAME", help="of TCP, such as reno; as the machine has it by default")
+    parser.add_argument("--congestion-control", metavar="NAME", default="reno", help="of TCP, such as bbr")
     args = parser.parse_args(argv)
     if min(args.steps, args.repeat) < 1 or args.warmup < 2:
         parser.error("--steps and --repeat must be at least 1, and --warmup at least 2")

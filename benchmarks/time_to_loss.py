@@ -228,7 +228,7 @@ def run_here(run: Run) -> dict[str, Any]:
 def run_in_lab(rate: float | None, runs: Sequence[Run], seconds: float) -> list[list[dict[str, Any]]]:
     """For each run the results of all workers, one per node of a lab. All runs must be of one package."""
     published = runs[0].contender == PUBLISHED
-    with Lab(N, rate, None) as lab, command(runs) as (words, out):
+    with Lab(N, rate) as lab, command(runs) as (words, out):
         for rank in range(N):
             with (out / f"{rank}.log").open("wb") as log:
                 lab.start(rank, words, environ(published, rank, lab.address(0), PORT, INTERFACE), log, cwd=ROOT)
