@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,10 +17,14 @@ __all__ = ["SMALL", "Channel", "Network", "Rate", "WireLink"]
 
 # Messages of at most so many bytes are wanted as a whole at once: waiting would take longer than the message.
 SMALL = 2**14
-# Seconds of a peer's rate that are wanted ahead: what a shaped link queues, 0.1 s and more, and a few turns of both threads.
-_AHEAD = 0.5
-# Bytes that are wanted ahead of a peer whose rate is not known, and at least.
-_UNKNOWN, _LEAST = 2**19, 2**17
+# Bytes that are wanted and have not arrived: so many, but no more than a link moves in half a second, as heartbeats and votes
+# wait behind them; at least what it moves in 50 ms; and from one peer alone twice what the way holds, its rate times the time
+# in which a request takes effect. With less, a link starves while the next request waits behind the data of the other
+# direction. With more, queues overflow, and two streams share a link for long at a change of rounds (docs/log.md, 2026-11-21,
+# "why full links ran dry").
+_USUAL, _MOST_SECONDS, _LEAST_SECONDS = 2**19, 0.5, 0.05
+# Bytes that are wanted ahead at least, and of a peer whose rate is not known.
+_LEAST = 2**17
 # From the peers of a group a chunk of each, so that one that is busy with others does not keep the rest waiting, up to 3 MiB
 # (docs/log.md, 2026-11-26, "'complete' over slow links").
 _OF_MANY, _MANY = 2**18, 12
@@ -32,11 +37,19 @@ _INTERVAL, _ENOUGH = 0.05, 2**21
 
 
 class Rate:
-    """Bytes per second, while bytes are due; 0 before the first measurement."""
+    """Bytes per second, while bytes are due; 0 before the first measurement.
+
+    Attributes:
+        window: bytes that are wanted ahead.
+    """
 
     def __init__(self) -> None:
         self.value = 0.0
         self._from, self._paused, self._bytes = 0.0, 0.0, 0
+
+    @property
+    def window(self) -> int:
+        return int(max(_LEAST, min(_USUAL, _MOST_SECONDS * self.value), _LEAST_SECONDS * self.value))
 
     def pause(self, now: float) -> None:
         """No bytes are due."""
@@ -79,9 +92,11 @@ class Network:
         left = receiving.size - receiving.granted
         if self.local:
             return left
-        most = max(_UNKNOWN, _OF_MANY * min(receiving.sources, _MANY), int(_AHEAD * self.coming.value))
-        space = min(link.window - link.outstanding, most - self.outstanding)
-        return min(left, space) if space >= min(left, link.window // 4, most // 4) else 0
+        window = max(self.coming.window, _OF_MANY * min(receiving.sources, _MANY))
+        if self.outstanding == link.outstanding:
+            window = max(window, int(link.coming.value * min(2 * link.latency, _MOST_SECONDS)))
+        space = window - self.outstanding
+        return min(left, space) if space >= min(left, window // 4) else 0
 
     def must_wait(self, sending: Sending, links: Iterable[WireLink]) -> bool:
         """Whether a message has to wait because the link is full of messages to another peer in an earlier round.
@@ -143,16 +158,22 @@ class WireLink(Link):
         self.bulk: Channel | None = None
         self.outstanding = 0
         self.coming = Rate()
+        # The fewest seconds from a request, where nothing was due, to its first bytes; and when the last such request was made.
+        self.latency = 0.0
+        self.asked: float | None = None
         # STARTs of exchanges in which this worker is not yet.
         self.early: dict[Key, Header] = {}
 
     def has_begun(self, key: Key) -> bool:
         return key in self.early
 
-    @property
-    def window(self) -> int:
-        rate = self.coming.value
-        return max(_LEAST, int(_AHEAD * rate)) if rate else _UNKNOWN
+    def measure(self, amount: int) -> None:
+        """Bytes have come that were wanted."""
+        for rate in (self.coming, self.network.coming):
+            rate.count(amount, self.moved)
+        if self.asked is not None:
+            self.latency = min(self.latency or math.inf, self.moved - self.asked)
+            self.asked = None
 
     def count_wanted(self, amount: int) -> None:
         """Bytes were wanted; negative: have come, or are wanted no more."""
@@ -164,11 +185,12 @@ class WireLink(Link):
                 of.coming.pause(now)
             elif of.outstanding and not was_due:
                 of.coming.resume(now)
+                self.asked = now if of is self else self.asked
 
     def is_full_before(self, round_: int) -> bool:
         """Whether messages of rounds before this one are on their way and there is more of them to come."""
         if time.monotonic() - self.moved > _RECENTLY:
             return False
-        # They are added round by round.
-        earliest = next((sending for sending in self.sendings.values() if sending.written < sending.size), None)
-        return earliest is not None and earliest.key[0] < round_ and earliest.written - earliest.arrived > _FULL
+        before = [sending for sending in self.sendings.values() if sending.key[0] < round_]
+        on_the_way = sum(sending.written - sending.arrived for sending in before)
+        return on_the_way > _FULL and any(sending.written < sending.size for sending in before)

@@ -51,7 +51,7 @@ __all__ = ["Flow"]
 
 _log = logging.getLogger(__name__)
 
-# Bytes of a frame, a fourth of what is wanted, are at least this: a frame is never sent in part, and each costs a turn.
+# Bytes of a frame, an eighth of what is wanted, are at least this: a frame is never sent in part, and each costs a turn.
 _SMALLEST_FRAME = 2**16
 # Frames that are handed to libzmq before the thread looks for what has come.
 _FRAMES = 16
@@ -113,7 +113,7 @@ class Flow:
         control.link = bulk.link = link
         link.enter(LinkState.OPEN)
         link.heard, link.refused = link.since, False
-        link.coming = Rate()  # it may take another, slower route
+        link.coming, link.latency = Rate(), 0.0  # it may take another, slower route
         if self.tolerant:
             self.reconnects += link.lost is not None
             link.lost = None
@@ -192,9 +192,10 @@ class Flow:
             self._want_more(link.network)
         if _is_mutual(receiving.key) and receiving.granted == receiving.received:
             # It says that this worker is in the exchange. Of the first message the peer may send the beginning once it is, too.
-            is_first = not any(r.granted > r.received for r in link.receivings.values())
-            window = min(receiving.size, receiving.received + (2**62 if link.network.local else link.window))
-            self._want(link, receiving, window if is_first and not receiving.offered else receiving.granted)
+            is_first = not link.network.outstanding and not any(r.granted > r.received for r in link.receivings.values())
+            ahead = receiving.size if link.network.local else link.network.coming.window
+            upto = min(receiving.size, receiving.received + ahead) if is_first and not receiving.offered else receiving.granted
+            self._want(link, receiving, upto)
 
     def _want(self, link: WireLink, receiving: Receiving, upto: int) -> None:
         if receiving.offered and receiving.size > SMALL:
@@ -263,8 +264,7 @@ class Flow:
         receiving.received += length
         link.moved = time.monotonic()
         if receiving.size > SMALL:
-            for rate in (link.coming, link.network.coming):
-                rate.count(length, link.moved)
+            link.measure(length)
             link.count_wanted(-length)
         if receiving.received == receiving.size:
             del link.receivings[receiving.key]
@@ -338,7 +338,7 @@ class Flow:
     def _send_frame(self, link: WireLink, bulk: Channel, sending: Sending) -> None:
         frame = LARGEST_FRAME
         if not link.network.local:
-            frame = min(max((sending.granted - sending.arrived) // 4, _SMALLEST_FRAME), frame)
+            frame = min(max((sending.granted - sending.arrived) // 8, _SMALLEST_FRAME), frame)
         begin, end = sending.written, min(sending.ready, sending.granted, sending.written + frame)
         header = pack(DATA, sending.key, 0, begin, end - begin, sending.size)
         with profiled("decent_dp.send"):
