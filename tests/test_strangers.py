@@ -64,34 +64,38 @@ STRANGERS: list[Callable[[socket.socket], None]] = [
 ]
 
 
-def pester(net: Net, stop: threading.Event, opened: list[int]) -> None:
-    """So many strangers at a time, at both ports, until it stops."""
-    draw, streams = random.Random(0), list[socket.socket]()
-    while not stop.is_set():
-        while len(streams) < COUNT:
-            stream = socket.create_connection(("127.0.0.1", port_of(net, draw.choice(["control", "bulk"]))))
-            stream.settimeout(0.2)
-            streams.append(stream)
-            opened.append(1)
-            what = draw.choice(STRANGERS)
-            if what is STRANGERS[1]:
-                threading.Thread(target=contextlib.suppress(OSError)(what), args=(stream,), daemon=True).start()
-            else:
-                with contextlib.suppress(OSError):
-                    what(stream)
-        time.sleep(0.05)
-        for stream in streams[: COUNT // 4]:
-            stream.close()
-        del streams[: COUNT // 4]
-    for stream in streams:
-        stream.close()
+def stand(port: int, what: Callable[[socket.socket], None]) -> None:
+    """One stranger, for a moment."""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as stream:
+        stream.settimeout(0.2)
+        what(stream)
+        time.sleep(0.5)
+
+
+class Pester:
+    """So many strangers at a time, at both ports."""
+
+    def __init__(self, net: Net) -> None:
+        self._stop, self.opened = threading.Event(), 0
+        self._threads = [threading.Thread(target=self._run, args=(net, seed)) for seed in range(COUNT)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, net: Net, seed: int) -> None:
+        draw = random.Random(seed)
+        while not self._stop.is_set():
+            self.opened += 1
+            stand(port_of(net, draw.choice(["control", "bulk"])), draw.choice(STRANGERS))
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(SECONDS)
 
 
 def test_many_strangers_delay_nobody_and_take_little_memory(net):
-    stop, opened = threading.Event(), list[int]()
-    thread = threading.Thread(target=pester, args=(net, stop, opened))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    thread.start()
+    pester = Pester(net)
     longest, until, round_ = 0.0, time.monotonic() + 4, 0
     try:
         while time.monotonic() < until:
@@ -104,28 +108,24 @@ def test_many_strangers_delay_nobody_and_take_little_memory(net):
             longest = max(longest, time.monotonic() - began)
             round_ += 1
     finally:
-        stop.set()
-        thread.join()
+        pester.stop()
     assert longest < 1.0
-    assert len(opened) > 2 * COUNT
+    assert pester.opened > 2 * COUNT
     assert round_ > 10
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     assert grown < 400, f"{grown:.0f} MiB"
 
 
 def test_a_worker_is_let_in_beside_strangers():
-    net, stop, opened = Net(2), threading.Event(), list[int]()
-    thread = threading.Thread(target=pester, args=(net, stop, opened))
-    thread.start()
+    net = Net(2)
+    pester = Pester(net)
     try:
-        while len(opened) < COUNT:
-            time.sleep(0.01)
+        time.sleep(0.5)
         began = time.monotonic()
         net.wires[1].connect(0)
         assert time.monotonic() - began < 1.0
     finally:
-        stop.set()
-        thread.join()
+        pester.stop()
         net.close()
 
 

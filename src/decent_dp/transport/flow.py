@@ -52,7 +52,7 @@ __all__ = ["Flow"]
 _log = logging.getLogger(__name__)
 
 # Bytes of a frame, an eighth of what is wanted, are at least this: a frame is never sent in part, and each costs a turn.
-_SMALLEST_FRAME = 2**16
+_SMALLEST_FRAME = 2**14
 # Frames that are handed to libzmq before the thread looks for what has come.
 _FRAMES = 16
 # STARTs of exchanges to come that are kept of one peer.
