@@ -65,13 +65,13 @@ def break_dial(replica: Any) -> None:
 
 
 # The thread, the workers on which something in it is broken, and what. Worker 2 leaves, so that the others want an epoch.
-# Worker 0 decides on it, and either may be the one that asks the store before. Of two workers the first one dials.
+# Worker 0 decides on it, and either may be the one that asks the store before. Of two workers the second one dials.
 FATAL: list[tuple[str, set[int], Callable[[Any], None]]] = [
     ("decent_dp-epochs", {0}, break_keep),
     ("decent_dp-epochs", {0, 1}, lambda replica: setattr(replica.company.epochs._line, "probe", fail)),
     ("decent_dp-ratify", {0}, lambda replica: setattr(replica.company.epochs._line, "write", fail)),
     ("decent_dp-transport", {0}, lambda replica: setattr(replica.company.epochs, "_seat", fail)),
-    ("decent_dp-dial", {0}, break_dial),
+    ("decent_dp-dial", {1}, break_dial),
 ]
 
 

@@ -94,7 +94,9 @@ class Network:
         left = receiving.size - receiving.granted
         if self.local:
             return left
-        window = max(self.coming.window, _OF_MANY * min(receiving.sources, _MANY))
+        window = self.coming.window
+        if receiving.sources > 1:
+            window = max(window, _OF_MANY * min(receiving.sources, _MANY))
         if self.outstanding == link.outstanding:
             window = max(window, int(link.coming.value * min(2 * link.latency, _MOST_SECONDS)))
         space = window - self.outstanding
