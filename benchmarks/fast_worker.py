@@ -122,7 +122,7 @@ class Pair(Contender):
     def seconds(self) -> float:
         """Processor time of the transport's Python thread, which encodes; libzmq's own is not in it."""
         thread = self.transport._wire._thread
-        return seconds_of(thread.ident)
+        return 0.0 if thread.ident is None else seconds_of(thread.ident)
 
     def mix(self) -> None:
         """What the training thread does with the received messages, at a rate that changes nothing."""

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import zmq
 from torch import nn
 
 from decent_dp.ddp import DecentralizedDataParallel
@@ -431,6 +432,23 @@ def test_ports_are_those_that_were_asked_for(monkeypatch, sockets):
         monkeypatch.setenv("DECENT_DP_PORTS", text)
         with pytest.raises(ValueError, match=f"DECENT_DP_PORTS={text} must be a range of ports"):
             addresses.listen(meeting_at(dist.HashStore(), node="alone"), sockets)
+
+
+def with_io_threads(rank: int, n: int, text: str) -> int | str:
+    os.environ["DECENT_DP_IO_THREADS"] = text
+    try:
+        transport: Any = ProcessGroupTransport()
+    except RuntimeError as error:
+        return str(error)
+    found = int(transport._wire._sockets._context.get(zmq.IO_THREADS))
+    transport.close()
+    return found
+
+
+@pytest.mark.parametrize(("text", "found"), [("", 1), ("2", 2), ("0", "a number from 1 to 16, got '0'"), ("x", "got 'x'")])
+def test_the_number_of_io_threads(workers, text, found):
+    for each in workers(2, with_io_threads, text):
+        assert (each == found) if isinstance(found, int) else (found in each)
 
 
 def cannot_listen(rank: int, n: int) -> str:

@@ -53,7 +53,7 @@ class Two:
         for rank in (0, 1):
             self.net.wires[rank].want(1 - rank)
         wait_for(lambda: self.known.living() == [1] and self.theirs.living() == [0])
-        self.link = self.net.wires[0]._flow.connection(1)
+        self.link = self.net.wires[0]._flow.link(1)
 
     def there(self, call: Callable[[Any], object]) -> None:
         """Calls it with the second worker's flow, in its thread."""
@@ -123,7 +123,7 @@ def test_a_peer_that_sends_what_was_not_due_costs_its_edge_and_no_more(make):
     sending = Sending(1, key, data, lambda: None, errors.append, ready=len(data))
     two.known.open(Pair(Receiving(1, key, data, lambda: None, errors.append), sending, verdicts.append))
     wait_for(lambda: bool(two.link.pairs))
-    two.there(lambda flow: flow.connection(0).bulk.send(pack(DATA, key, 0, 30_000, 10, len(data)), b"x" * 10))
+    two.there(lambda flow: flow.link(0).bulk.send(pack(DATA, key, 0, 30_000, 10, len(data)), b"x" * 10))
     wait_for(lambda: verdicts == [Verdict.NEITHER])
     assert (errors, two.known.lost()) == ([], [1])
 

@@ -112,7 +112,7 @@ class End:
 
     @property
     def link(self) -> Any:
-        return self.flow.connection(self.peer)
+        return self.flow.link(self.peer)
 
     def cut(self) -> None:
         for stream in self.streams:

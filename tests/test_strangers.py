@@ -151,7 +151,7 @@ def test_who_does_not_know_the_secret_gets_no_welcome(encrypts):
             stream.send_multipart([pack(HELLO, flags=3), dialled.prove(challenge)])
             with pytest.raises(zmq.Again):
                 stream.recv_multipart()
-        assert 1 not in net.wires[0]._flow.connections
+        assert 1 not in net.wires[0]._flow.links
     finally:
         context.destroy(linger=0)
         net.close()

@@ -156,8 +156,8 @@ def test_one_that_does_not_dial_is_dialled(make):
     low, high = company.wire(0), company.wire(1)
     company.net.unreachable[0] = UnreachableError("there", "timed out")
     high.want(0)
-    wait_for(lambda: high._flow.connection(0).state is LinkState.BROKEN)
-    assert low._flow.connections.get(1) is None
+    wait_for(lambda: high._flow.link(0).state is LinkState.BROKEN)
+    assert low._flow.links.get(1) is None
     company.net.unreachable.clear()
     wait_for(lambda: low._neighbours.living() == [1] and high._neighbours.living() == [0])
 
@@ -302,7 +302,7 @@ def test_a_connection_that_breaks_is_made_again(make, near):
         chosen = random.Random(0)
         while not stop.wait(0.03):
             rank = chosen.randrange(4)
-            for connection in list(company.wire(rank)._flow.connections.values()):
+            for connection in list(company.wire(rank)._flow.links.values()):
                 with contextlib.suppress(OSError, AttributeError):
                     connection.socket.shutdown(2)  # type: ignore[union-attr]
 
@@ -485,7 +485,7 @@ def test_a_worker_that_wakes_within_a_call_does_not_stop_it(make, comes):
         if rank == 2:
             return found
         time.sleep(DEAD_AFTER)
-        wait_for(lambda: company.wire(rank)._flow.connection(2).state is LinkState.OPEN)
+        wait_for(lambda: company.wire(rank)._flow.link(2).state is LinkState.OPEN)
         began = time.monotonic()
         found += control.gather("more")
         assert time.monotonic() - began < SOON
@@ -522,7 +522,7 @@ def test_nobody_meets_a_process_that_joins_before_its_first_round(make):
     company = make(2, ring(2))
     company.run(lambda rank, control: control.gather(rank))
     reactor, edge = company.wire(0), Edge([0, 1], 0.5)
-    neighbours, connection = reactor._neighbours, reactor._flow.connection(1)
+    neighbours, connection = reactor._neighbours, reactor._flow.link(1)
     connection.start, connection.round = 50, 51
     for round_, meets in ((10, False), (49, False), (50, True)):
         neighbours.announce(round_)

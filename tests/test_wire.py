@@ -242,7 +242,7 @@ class Wires:
         self.hung_up: list[WireLink] = []
         self.flow = Flow(0, frozenset(), lambda *_: None, lambda _: None, self.hung_up.append)
         self.flow.dead_after = 10.0 if tolerant else None
-        self.link = self.flow.connection(1)
+        self.link = self.flow.link(1)
         channels: list[Any] = [Channel(SimpleNamespace(zmq=self), plane) for plane in (0, 1)]  # type: ignore[arg-type]
         self.flow.open(self.link, b"uid", *channels)
 

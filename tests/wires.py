@@ -101,9 +101,9 @@ class Net:
         before = dict(self.unreachable)
         self.unreachable.update(dict.fromkeys(range(len(self.wires)), UnreachableError("there", "timed out")))
         for wire in self.wires:
-            peers = [peer for peer in wire._flow.connections if rank in (peer, wire._identity.rank)]
+            peers = [peer for peer in wire._flow.links if rank in (peer, wire._identity.rank)]
             for peer in peers:
-                wire.call(lambda flow=wire._flow, peer=peer: flow.lose(flow.connection(peer), "frozen by the test"))
+                wire.call(lambda flow=wire._flow, peer=peer: flow.lose(flow.link(peer), "frozen by the test"))
 
         def thaw() -> None:
             self.unreachable.clear()

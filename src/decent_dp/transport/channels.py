@@ -121,7 +121,7 @@ class Channel:
     Attributes:
         plane: of ``hello``.
         routing_id: at a socket that listens; empty at one that dials.
-        descriptor: of the connection, at a socket that listens.
+        descriptor, inode: of the connection, at a socket that listens.
         link: whose it is, once it is open.
     """
 
@@ -129,6 +129,7 @@ class Channel:
     plane: int
     routing_id: bytes = b""
     descriptor: int = -1
+    inode: int = 0
     link: WireLink | None = None
 
     @property

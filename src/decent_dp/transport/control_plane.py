@@ -31,8 +31,8 @@ class ControlPlane(Consensus):
     """Moves the notes of ``Agreements`` and of a ``Courier``.
 
     Args:
-        call: runs a function in the reactor's thread.
-        send_note: to a worker; in the reactor's thread.
+        call: runs a function in the transport's thread.
+        send_note: to a worker; in the transport's thread.
         view, connect, is_silent: as of ``Agreements``.
         failed: ends this worker with an error of another thread.
         some_are_to_come: whether the first round of a connected worker is a later one.
@@ -116,7 +116,7 @@ class ControlPlane(Consensus):
         for name, text in heard:
             self._call(lambda name=name, text=text: self._stand_in(name, text))  # type: ignore[misc]
 
-    # -- in the reactor's thread --------------------------------------------------------------------------------------
+    # -- in the transport's thread --------------------------------------------------------------------------------------
 
     def hear(self, peer: int, key: Key, text: bytes) -> None:
         """A note has come.

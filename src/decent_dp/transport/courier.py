@@ -72,7 +72,7 @@ class Courier:
                 self._changed.wait(_CHECK)
             return self._in[peer].popleft()
 
-    # -- in the reactor's thread --------------------------------------------------------------------------------------
+    # -- in the transport's thread --------------------------------------------------------------------------------------
 
     def hear(self, peer: int, key: Key, block: bytes) -> None:
         """A block has come, perhaps again, or an acknowledgement."""

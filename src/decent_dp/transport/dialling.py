@@ -146,7 +146,7 @@ class Dialler:
 
     def want(self, peer: int) -> None:
         """A connection is needed. It is tried until it is there, or the peer is gone."""
-        self._flow.connection(peer)
+        self._flow.link(peer)
         self._due.setdefault(peer, 0.0 if self._goes_first(peer) else time.monotonic() + _OTHER_FIRST)
 
     @property
@@ -160,7 +160,7 @@ class Dialler:
             if now >= attempt.deadline:
                 self._end(attempt, TimeoutError(f"worker {attempt.peer} has not answered in time"))
         for peer, due in list(self._due.items()):
-            if self._flow.connection(peer).state in (LinkState.OPEN, LinkState.GONE):
+            if self._flow.link(peer).state in (LinkState.OPEN, LinkState.GONE):
                 self._forget(peer)
             elif now >= due:
                 self._due[peer] = math.inf
@@ -177,7 +177,7 @@ class Dialler:
         self.cancel(peer)
 
     def _look_up(self, peer: int) -> None:
-        incarnation = self._flow.connection(peer).incarnation
+        incarnation = self._flow.link(peer).incarnation
         outcome: Callable[[], None]
         try:
             outcome = partial(self._dial, peer, incarnation, self._find(peer, incarnation))
@@ -187,7 +187,7 @@ class Dialler:
             self._call(outcome)
 
     def _dial(self, peer: int, incarnation: int, target: Target) -> None:
-        link = self._flow.connection(peer)
+        link = self._flow.link(peer)
         if link.state in (LinkState.OPEN, LinkState.GONE) or link.incarnation != incarnation:
             self._try_again(peer)
             return
@@ -294,7 +294,7 @@ class Dialler:
     # -- the outcome ------------------------------------------------------------------------------------------------------
 
     def _connected(self, peer: int, other: Identity, channels: list[Channel]) -> None:
-        link = self._flow.connection(peer)
+        link = self._flow.link(peer)
         self._due[peer] = time.monotonic() + _LAST  # if this one is lost at once
         self._failed_at.pop(peer, None)
         is_same = link.uid in (b"", other.uid) and link.incarnation == other.incarnation
@@ -309,7 +309,7 @@ class Dialler:
         self._due[peer] = time.monotonic() + self._pauses[peer]
 
     def _failed(self, peer: int, error: Exception) -> None:
-        link = self._flow.connection(peer)
+        link = self._flow.link(peer)
         self.replaced |= isinstance(error, ReplacedError)
         _log.debug("worker %d cannot be reached: %s", peer, error)
         self._try_again(peer)

@@ -31,7 +31,7 @@ __all__ = ["WireExchanges"]
 # and one down. Messages with an even slot need these two workers only; a mean, which goes down, needs others, too.
 _WHOLE, _HINT, _UP, _DOWN = 0, 1, 2, 3
 
-# Bytes, and seconds, that are coded before the reactor's thread moves messages again.
+# Bytes, and seconds, that are coded before the transport's thread moves messages again.
 _STRIDE, _STRIDE_FOR = 2**18, 1e-3
 
 # Seconds between two looks at the peer of an exchange, in case that it is gone or silent.
@@ -56,7 +56,7 @@ class _Timeout:
 
 
 class _WireHandle(Handle):
-    """Waits for the messages of one exchange, which are counted down in the reactor's thread.
+    """Waits for the messages of one exchange, which are counted down in the transport's thread.
 
     Args:
         others: the other members.
@@ -70,7 +70,7 @@ class _WireHandle(Handle):
         self._done, self._read = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._error_peer = -1
-        # Staged exchanges copy the received message to its device: from ``land`` on, in the reactor's thread, until ``finish``.
+        # Staged exchanges copy the received message to its device: from ``land``, in the transport's thread, until ``finish``.
         self.land: Callable[[], None] = lambda: None
         self.finish: Callable[[], None] = lambda: None
 
@@ -304,7 +304,7 @@ class WireExchanges:
             except StopIteration:
                 return False
             except Exception as error:
-                handle.fail(-1, error)  # raised by the wait, as this may run in the reactor's thread
+                handle.fail(-1, error)  # raised by the wait, as this may run in the transport's thread
                 return False
 
         def schedule(hints: list[bytes]) -> None:
@@ -368,7 +368,7 @@ class WireExchanges:
 
 class _BufferPool:
     """A bounded pool for the messages that groups reduce, given out in the order of requests. Without a bound, a late worker
-    would keep all that the others have sent to it. Used by the reactor's thread alone."""
+    would keep all that the others have sent to it. Used by the transport's thread alone."""
 
     def __init__(self) -> None:
         self._free = _POOL_BYTES
@@ -436,7 +436,7 @@ class _PairExchange:
 
 
 class _GroupExchange:
-    """All members get the message of the mean. Chunks are reduced in the reactor's thread."""
+    """All members get the message of the mean. Chunks are reduced in the transport's thread."""
 
     def __init__(
         self,
@@ -552,7 +552,7 @@ class _ChunkReduction:
         self._group.wire.send(sending)
 
     def _run(self, peer: int, then: Callable[[], None]) -> None:
-        """Runs ``then``: its error fails the exchange and does not end the reactor's thread."""
+        """Runs ``then``: its error fails the exchange and does not end the transport's thread."""
         try:
             then()
         except Exception as error:

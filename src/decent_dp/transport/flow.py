@@ -91,7 +91,7 @@ class Flow:
         self._on_note, self._on_open, self._hang_up = on_note, on_open, hang_up
         self._networks = {local: Network(local) for local in (True, False)}
         self._order = itertools.count()
-        self.connections: dict[int, WireLink] = {}
+        self.links: dict[int, WireLink] = {}
         self.dead_after: float | None = None
         self.round, self.first_bucket, self.paused, self.epoch = -1, 0, False, 0
         self.reconnects = self.dropped = 0
@@ -102,10 +102,10 @@ class Flow:
         """Whether a lost connection is made again, and exchanges end with a verdict."""
         return self.dead_after is not None
 
-    def connection(self, peer: int) -> WireLink:
-        if peer not in self.connections:
-            self.connections[peer] = WireLink(peer, self._networks[peer in self._local])
-        return self.connections[peer]
+    def link(self, peer: int) -> WireLink:
+        if peer not in self.links:
+            self.links[peer] = WireLink(peer, self._networks[peer in self._local])
+        return self.links[peer]
 
     def open(self, link: WireLink, uid: bytes, control: Channel, bulk: Channel) -> None:
         """Uses connections to a process of the peer, which has proven who it is."""
@@ -130,12 +130,12 @@ class Flow:
 
     def renew(self, peer: int, incarnation: int, start: int) -> None:
         """Another process is this peer now, from round ``start`` on. It counts as one that was connected just now."""
-        self.give_up(self.connection(peer), "another process has taken its place")
+        self.give_up(self.link(peer), "another process has taken its place")
         link = WireLink(peer, self._networks[peer in self._local])
         link.incarnation, link.start = incarnation, start
         link.enter(LinkState.BROKEN)
         link.heard = link.since
-        self.connections[peer] = link
+        self.links[peer] = link
 
     @property
     def waiting(self) -> bool:
@@ -156,7 +156,7 @@ class Flow:
 
     def _admit(self, message: Message) -> WireLink | None:
         """The link of a new message; None if the message is done, or has failed, already."""
-        link = self.connection(message.peer)
+        link = self.link(message.peer)
         if message.size == 0:
             message.done()
         elif link.closed is not None:
@@ -212,7 +212,7 @@ class Flow:
         i = 0
         while i < len(network.wanted):
             receiving = network.wanted[i][1]
-            link = self.connections[receiving.peer]
+            link = self.links[receiving.peer]
             space = network.space(receiving, link)
             if not space:
                 return
@@ -290,7 +290,7 @@ class Flow:
 
     def queue(self, sending: Sending) -> None:
         """Queues a message of which there is something to send, and offers it, once, if its key is of one direction alone."""
-        link = self.connection(sending.peer)
+        link = self.link(sending.peer)
         if link.sendings.get(sending.key) is not sending:
             return  # not added yet, or cancelled
         if not sending.offered and sending.ready > 0 and link.control is not None:
@@ -324,10 +324,10 @@ class Flow:
         network.waiting = False
         while network.sendings:
             sending = network.sendings[0][1]
-            link = self.connections[sending.peer]
+            link = self.links[sending.peer]
             # It has not failed with an earlier connection.
             if sending.sendable and link.sendings.get(sending.key) is sending and link.bulk is not None:
-                if network.must_wait(sending, self.connections.values()):
+                if network.must_wait(sending, self.links.values()):
                     return False
                 self._send_frame(link, link.bulk, sending)
                 return True
@@ -350,7 +350,7 @@ class Flow:
         """The memory of a message in doubt is the caller's from now on. libzmq may still read it, and the peer must not get
         what is written there next: the connection is made anew."""
         if sending.written > sending.arrived and link.state is LinkState.OPEN:
-            self.lose(self.connection(link.peer), "a message was given up")
+            self.lose(self.link(link.peer), "a message was given up")
 
     def cancel(self, link: Link, receiving: Receiving, sending: Sending) -> None:
         """From now on the memory of these messages is the caller's: what is on the way is dropped when it comes."""
@@ -422,7 +422,7 @@ class Flow:
 
     def send_note(self, peer: int, key: Key, text: bytes) -> None:
         """Sends a few bytes that are not asked for."""
-        link = self.connection(peer)
+        link = self.link(peer)
         is_hint = key[1] < ACK
         if is_hint and (self.tolerant or link.control is None) and link.state is not LinkState.GONE:
             link.keep_note(key[1], pack(CALL, key) + text)
@@ -439,7 +439,7 @@ class Flow:
     def begin(self, bucket: int) -> None:
         """Rounds count from now on for buckets from this number on."""
         self.first_bucket, self.round = bucket, -1
-        for link in self.connections.values():
+        for link in self.links.values():
             link.forget_rounds()
 
     def beat(self, link: Link, *, ask: bool = False) -> None:
@@ -450,7 +450,7 @@ class Flow:
             link.control.send(pack(BEAT, (max(self.round, 0), self.first_bucket, 0), flags, epoch=self.epoch))
 
     def beat_all(self) -> None:
-        for link in self.connections.values():
+        for link in self.links.values():
             if link.state is LinkState.OPEN:
                 self.beat(link)
 

@@ -35,7 +35,7 @@ Priority: TypeAlias = tuple[int, int, int, int]
 
 @dataclass(eq=False)
 class Message:
-    """A message in one direction. ``done`` and ``failed`` are called in the reactor's thread.
+    """A message in one direction. ``done`` and ``failed`` are called in the transport's thread.
 
     Attributes:
         step: its place in the order of the messages of its exchange.
@@ -103,7 +103,7 @@ class Pair:
     """An exchange of two workers that both mix, or neither.
 
     Attributes:
-        settle: called once with BOTH or NEITHER, in the reactor's thread.
+        settle: called once with BOTH or NEITHER, in the transport's thread.
         opened, joined: when this end was in this exchange, and both were; 0 until then.
     """
 
@@ -207,7 +207,7 @@ class Link(ABC):
             began: when this worker began to wait.
             step: the fewest seconds by which messages are late.
         """
-        if not pair.opened:  # the reactor has not opened it yet
+        if not pair.opened:  # the transport's thread has not opened it yet
             return math.inf
         if not pair.joined:
             return pair.opened if self.paused else began + self.patience

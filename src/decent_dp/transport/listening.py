@@ -69,9 +69,9 @@ class Doorman:
         self._identity, self._secret, self._admit, self._opened = identity, secret, admit, opened
         self._authenticator, self._known, self._is_known = authenticator, known, is_known
         self._read_events, self._call, self._on_error = read_events, call, on_error
-        # Since when a connection is there that has proven nothing: by listener and descriptor, as one may be used anew before
-        # the other listener's events are read.
-        self._strangers: dict[tuple[Socket, int], float] = {}
+        # Since when a connection is there that has proven nothing, and its inode. By listener and descriptor, as one may be
+        # used anew before the other listener's events are read.
+        self._strangers: dict[tuple[Socket, int], tuple[float, int]] = {}
         self._guests: dict[bytes, _Guest] = {}
         # By who dials and its attempt: what was proven of it.
         self._halves: dict[tuple[Identity, bytes], list[_Guest]] = {}
@@ -86,7 +86,7 @@ class Doorman:
     def on_event(self, socket: Socket, event: Event) -> None:
         of = socket, event.descriptor
         if event.kind == zmq.EVENT_ACCEPTED:
-            self._strangers[of] = time.monotonic()
+            self._strangers[of] = time.monotonic(), event.inode
         elif event.kind == zmq.EVENT_DISCONNECTED:
             if self._strangers.pop(of, None) is not None:
                 self._forget([guest for guest in self._guests.values() if guest.channel.accepted == of])
@@ -96,10 +96,11 @@ class Doorman:
     def look(self) -> None:
         """Ends connections that have proven nothing in time."""
         late = time.monotonic() - _PROVEN
-        for of in [of for of, since in self._strangers.items() if since < late]:
-            del self._strangers[of]
-            shut_down(of[1])
-            self._warn()
+        for of, (since, inode) in list(self._strangers.items()):
+            if since < late:
+                del self._strangers[of]
+                shut_down(of[1], inode)
+                self._warn()
         self._forget([guest for guest in self._guests.values() if guest.since < late])
 
     def _forget(self, guests: list[_Guest]) -> None:
@@ -129,7 +130,8 @@ class Doorman:
                 key = bytes.fromhex(frames[0].get("User-Id")) + socket.curve.public
             with contextlib.suppress(ValueError):
                 visitor = Visitor(self._identity, self._secret, frames[1].bytes, key)
-                channel = Channel(socket, visitor.plane, routing_id, descriptor)
+                inode = self._strangers[socket, descriptor][1]
+                channel = Channel(socket, visitor.plane, routing_id, descriptor, inode)
                 if len(self._guests) >= _VISITORS:
                     self._forget([next(iter(self._guests.values()))])
                 self._guests[routing_id] = _Guest(visitor, channel, time.monotonic())

@@ -41,7 +41,7 @@ _ANSWER = 0.05
 
 
 class WireNeighbours(Neighbours):
-    """Reads the connections from any thread, and leaves changes to the reactor's.
+    """Reads the connections from any thread, and leaves changes to the transport's thread.
 
     Args:
         dead_after: as of ``Tolerate``.
@@ -60,21 +60,21 @@ class WireNeighbours(Neighbours):
         round_, bucket = exchange_id.round, exchange_id.bucket
         if round_ > self._last:
             return False
-        for connection in filter(None, map(self._flow.connections.get, self._others(edge))):
-            votes, state = connection.votes, connection.state
-            if round_ < connection.start:
+        for link in filter(None, map(self._flow.links.get, self._others(edge))):
+            votes, state = link.votes, link.state
+            if round_ < link.start:
                 return False
             if state is LinkState.NEW:
                 continue  # the connection is made with the exchange
-            if state is not LinkState.OPEN or self.patience(connection.peer, 0.0) <= 0:
+            if state is not LinkState.OPEN or self.patience(link.peer, 0.0) <= 0:
                 return False
-            if votes.in_doubt(bucket) or votes.has_dropped(round_, bucket) or connection.on_break(round_):
+            if votes.in_doubt(bucket) or votes.has_dropped(round_, bucket) or link.on_break(round_):
                 return False
         return True
 
     def has_dropped(self, others: Sequence[int], exchange_id: ExchangeId) -> bool:
-        found = filter(None, map(self._flow.connections.get, others))
-        return any(connection.votes.has_dropped(exchange_id.round, exchange_id.bucket) for connection in found)
+        found = filter(None, map(self._flow.links.get, others))
+        return any(link.votes.has_dropped(exchange_id.round, exchange_id.bucket) for link in found)
 
     def skip(self, edge: Edge, exchange_id: ExchangeId) -> None:
         for peer in self._others(edge):
@@ -100,9 +100,9 @@ class WireNeighbours(Neighbours):
                 self._announced, self._flow.round = now, round_
 
     def round_of(self, rank: int) -> int:
-        connection = self._flow.connections.get(rank)
+        link = self._flow.links.get(rank)
         # The rounds of a process that has joined begin later: it is not ahead of this worker.
-        return -1 if connection is None or self._flow.round < connection.start else connection.round
+        return -1 if link is None or self._flow.round < link.start else link.round
 
     def living(self) -> list[int]:
         return self._peers(lambda c: c.state is LinkState.OPEN and self.patience(c.peer, 0.0) > 0)
@@ -112,7 +112,7 @@ class WireNeighbours(Neighbours):
         since = time.monotonic() - self._wire.woke()
         if since > self._dead_after:
             return True
-        known = [c for c in list(self._flow.connections.values()) if c.state in (LinkState.OPEN, LinkState.BROKEN)]
+        known = [c for c in list(self._flow.links.values()) if c.state in (LinkState.OPEN, LinkState.BROKEN)]
         heard = [c for c in known if c.state is LinkState.OPEN and c.heard > self._wire.woke() + _OLD]
         return heard == known if since < _BEATS * self._wire.interval else bool(heard)
 
@@ -120,13 +120,13 @@ class WireNeighbours(Neighbours):
         return self._peers(lambda c: c.state is not LinkState.NEW and self.patience(c.peer, 0.0) <= 0)
 
     def lost(self) -> list[int]:
-        return self._peers(lambda connection: connection.silence(self._wire.now()) >= self._dead_after)
+        return self._peers(lambda link: link.silence(self._wire.now()) >= self._dead_after)
 
     def ended(self) -> list[int]:
-        return self._peers(lambda connection: connection.state is LinkState.GONE)
+        return self._peers(lambda link: link.state is LinkState.GONE)
 
     def left(self) -> list[int]:
-        return self._peers(lambda connection: connection.left)
+        return self._peers(lambda link: link.left)
 
     @property
     def is_paused(self) -> bool:
@@ -167,7 +167,7 @@ class WireNeighbours(Neighbours):
         self._wire.call(self._flow.beat_all)
 
     def newest_epoch(self) -> int:
-        return max((connection.epoch for connection in list(self._flow.connections.values())), default=0)
+        return max((link.epoch for link in list(self._flow.links.values())), default=0)
 
     def renew(self, rank: int, incarnation: int, start: int) -> None:
         self._wire.renew(rank, incarnation, start)
@@ -196,11 +196,11 @@ class WireNeighbours(Neighbours):
         self._wire.call(lambda: self._flow.settlement.open(pair))
 
     def abandon(self, peer: int, key: Key, *, late: bool) -> Verdict:
-        """``Settlement.abandon``; blocks until the reactor's thread has done it."""
+        """``Settlement.abandon``; blocks until the transport's thread has done it."""
         return self._run(lambda: self._flow.settlement.abandon(peer, key, late=late))
 
     def _run(self, call: Callable[[], T]) -> T:
-        """Waits until the reactor's thread has called it."""
+        """Waits until the transport's thread has called it."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -219,14 +219,14 @@ class WireNeighbours(Neighbours):
         Args:
             since: when the exchange was started; it counts for a peer that has never been connected.
         """
-        connection = self._flow.connections.get(peer)
+        link = self._flow.links.get(peer)
         now = self._wire.now()
-        if connection is None or connection.state is LinkState.NEW:
+        if link is None or link.state is LinkState.NEW:
             return since + self._dead_after - now
-        lively = SILENT * self._dead_after - connection.silence(now)
-        if connection.state is LinkState.BROKEN:
-            return 0.0 if connection.refused else min(lively, connection.since + _MENDED - now)
-        if connection.unheard >= SILENT * self._dead_after:
+        lively = SILENT * self._dead_after - link.silence(now)
+        if link.state is LinkState.BROKEN:
+            return 0.0 if link.refused else min(lively, link.since + _MENDED - now)
+        if link.unheard >= SILENT * self._dead_after:
             return 0.0  # the peer makes a hole, and may not be able to say so
         return lively
 
@@ -236,26 +236,26 @@ class WireNeighbours(Neighbours):
         Messages are late only if their peer was heard since then: it is asked for a sign of life, and answers it at once. So a
         peer that is stopped is waited for until it is silent.
         """
-        connection = self._flow.connections.get(pair.receiving.peer)
-        if connection is None:
+        link = self._flow.links.get(pair.receiving.peer)
+        if link is None:
             return math.inf
-        if not pair.joined and connection.epoch > self._flow.epoch:
+        if not pair.joined and link.epoch > self._flow.epoch:
             return pair.opened  # it may make other rounds, without this worker
-        connection.patience = min(connection.patience, _COMING * self._dead_after)
-        end = connection.expected_end(pair, began, max(self._step, _LATE))
-        if not pair.joined or time.monotonic() < end or connection.heard > end:
+        link.patience = min(link.patience, _COMING * self._dead_after)
+        end = link.expected_end(pair, began, max(self._step, _LATE))
+        if not pair.joined or time.monotonic() < end or link.heard > end:
             return end
-        self._wire.call(lambda: self._flow.settlement.ask_for_life(connection))
+        self._wire.call(lambda: self._flow.settlement.ask_for_life(link))
         return time.monotonic() + _ANSWER
 
     def waited(self, pair: Pair, began: float) -> None:
         """This worker has waited for an exchange since ``began``."""
-        connection = self._flow.connections.get(pair.receiving.peer)
-        if connection is not None:
-            connection.waited(pair, began, self._step, _COMING * self._dead_after)
+        link = self._flow.links.get(pair.receiving.peer)
+        if link is not None:
+            link.waited(pair, began, self._step, _COMING * self._dead_after)
 
     def _others(self, edge: Edge) -> list[int]:
         return [rank for rank in edge.ranks if rank != self._rank]
 
     def _peers(self, chosen: Callable[[Link], bool]) -> list[int]:
-        return sorted(connection.peer for connection in list(self._flow.connections.values()) if chosen(connection))
+        return sorted(link.peer for link in list(self._flow.links.values()) if chosen(link))

@@ -19,7 +19,7 @@ class Mailbox:
     """Used by any thread.
 
     Args:
-        call: runs a function in the reactor's thread.
+        call: runs a function in the transport's thread.
     """
 
     def __init__(self, call: Callable[[Callable[[], None]], None]) -> None:
@@ -50,7 +50,7 @@ class Mailbox:
         return (peer, key) in self._waiting
 
     def when_noted(self, peers: list[int], key: Key, then: Callable[[list[bytes]], None]) -> None:
-        """Calls ``then`` with the notes of ``peers``: at once if all are there, else in the reactor's thread."""
+        """Calls ``then`` with the notes of ``peers``: at once if all are there, else in the transport's thread."""
 
         def missing() -> list[int]:  # under the lock
             return [peer for peer in peers if key not in self._notes[peer, key[1:]]]

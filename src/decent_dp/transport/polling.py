@@ -99,4 +99,4 @@ class Polling:
             del self.routes[channel.routing_id]
             if self.accepted.get(channel.accepted) is channel:
                 del self.accepted[channel.accepted]
-                shut_down(channel.descriptor)
+                shut_down(channel.descriptor, channel.inode)

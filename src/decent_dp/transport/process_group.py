@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -34,6 +35,8 @@ from decent_dp.transport.wire import Wire
 
 __all__ = ["ProcessGroupTransport", "check_encrypt", "check_transport", "connect", "group_of_replicas", "open_transport"]
 
+# Threads of ZeroMQ, each of which serves some connections: the environment variable, and how many there can be.
+_IO_THREADS, _MOST_IO_THREADS = "DECENT_DP_IO_THREADS", 16
 # Seconds in which the store says whether it has the key of a worker that connects.
 _LOOK_UP = 2.0
 
@@ -167,7 +170,7 @@ class ProcessGroupTransport(Transport):
         sockets, listeners, dead_after = None, list[Socket](), 0.0
         try:
             dead_after = shared.dead_after or default_dead_after()
-            sockets = Sockets(dead_after, breaks=shared.dead_after is not None)
+            sockets = Sockets(dead_after, breaks=shared.dead_after is not None, io_threads=_io_threads())
             listeners = listen(shared, sockets)
         except (RuntimeError, ValueError) as found:
             error = str(found)
@@ -326,6 +329,13 @@ class ProcessGroupTransport(Transport):
         if name not in self._controls:
             raise RuntimeError("the transport was closed")
         return self._controls[name]
+
+
+def _io_threads() -> int:
+    text = os.environ.get(_IO_THREADS, "").strip() or "1"
+    if not (text.isdecimal() and 1 <= int(text) <= _MOST_IO_THREADS):
+        raise ValueError(f"the environment variable {_IO_THREADS} must be a number from 1 to {_MOST_IO_THREADS}, got {text!r}")
+    return int(text)
 
 
 def _is_plain(compression: type[Compression], group: bool) -> bool:

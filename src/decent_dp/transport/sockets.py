@@ -70,10 +70,12 @@ class Event:
     Attributes:
         kind: one of zmq's EVENT_ constants.
         descriptor: of the connection, for those kinds that have one.
+        inode: of a connection that begins; it tells whether the descriptor is still that connection's. 0 if it has ended.
     """
 
     kind: int
     descriptor: int
+    inode: int = 0
 
     @property
     def is_end(self) -> bool:
@@ -117,10 +119,9 @@ class Socket:
         found = []
         with contextlib.suppress(zmq.Again):
             while True:
-                event = Event(*_EVENT.unpack(self.monitor.recv_multipart(zmq.NOBLOCK)[0]))
-                if event.kind in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED, zmq.EVENT_LISTENING):
-                    _note(event.descriptor)
-                found.append(event)
+                kind, descriptor = _EVENT.unpack(self.monitor.recv_multipart(zmq.NOBLOCK)[0])
+                begins = kind in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED, zmq.EVENT_LISTENING)
+                found.append(Event(kind, descriptor, _note(descriptor) if begins else 0))
         return found
 
     def close(self) -> None:
@@ -211,9 +212,8 @@ class Sockets:
         self._context.destroy(linger=0)
 
 
-def shut_down(descriptor: int) -> None:
+def shut_down(descriptor: int, inode: int) -> None:
     """Ends a connection of a listener, which libzmq cannot end by itself."""
-    inode = _NOTED.get(descriptor)
     with contextlib.suppress(OSError):
         if inode == os.fstat(descriptor).st_ino:
             with socket.socket(fileno=os.dup(descriptor)) as copy:
@@ -226,9 +226,11 @@ _NOTED: dict[int, int] = {}
 _LOCK = threading.Lock()
 
 
-def _note(descriptor: int) -> None:
+def _note(descriptor: int) -> int:
     with _LOCK, contextlib.suppress(OSError):
         _NOTED[descriptor] = os.fstat(descriptor).st_ino
+        return _NOTED[descriptor]
+    return 0
 
 
 def _close_in_child() -> None:

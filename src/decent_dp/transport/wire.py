@@ -142,7 +142,7 @@ class Wire:
             self.fail,
             identity.incarnation,
             self._is_silent,
-            lambda: any(link.start > self._flow.round for link in self._flow.connections.values()),
+            lambda: any(link.start > self._flow.round for link in self._flow.links.values()),
         )
         self._closing: float | None = None
         self._thread = threading.Thread(target=self._run, name="decent_dp-transport", daemon=True)
@@ -165,7 +165,7 @@ class Wire:
         opened: Future[None] = Future()
 
         def want() -> None:
-            if self._flow.connection(peer).state is LinkState.NEW:
+            if self._flow.link(peer).state is LinkState.NEW:
                 self._waiting[peer] = opened
                 self._want(peer)
             else:
@@ -185,7 +185,7 @@ class Wire:
         return (self.incarnation_of(peer), peer) < (self._identity.incarnation, self._identity.rank)
 
     def incarnation_of(self, peer: int) -> int:
-        link = self._flow.connections.get(peer)
+        link = self._flow.links.get(peer)
         return 0 if link is None else link.incarnation
 
     def renew(self, peer: int, incarnation: int, start: int = -1) -> None:
@@ -245,12 +245,12 @@ class Wire:
 
     def last_progress(self, peer: int) -> float:
         """When a part of a message last came from ``peer`` or went to it, on the monotonic clock; 0 for never."""
-        link = self._flow.connections.get(peer)
+        link = self._flow.links.get(peer)
         return link.moved if link is not None else 0.0
 
     def open_slots(self, peer: int, exchange: tuple[int, int]) -> list[int]:
         """The slots of the messages of an exchange (round, bucket) that are yet to come from ``peer``, or to go to it."""
-        link = self._flow.connections.get(peer)
+        link = self._flow.links.get(peer)
         keys = [] if link is None else [*list(link.receivings), *list(link.sendings)]
         return [slot for *of, slot in keys if tuple(of) == exchange]
 
@@ -273,7 +273,7 @@ class Wire:
 
     def lost(self) -> list[int]:
         """The peers whose connection is closed for good."""
-        return sorted(link.peer for link in list(self._flow.connections.values()) if link.closed is not None)
+        return sorted(link.peer for link in list(self._flow.links.values()) if link.closed is not None)
 
     def tolerate(self, dead_after: float, places: int = 0) -> WireNeighbours:
         """From now on lost connections are made again, and exchanges of pairs end with a verdict.
@@ -343,7 +343,7 @@ class Wire:
             _log.exception("the transport of worker %d has failed", self._identity.rank)
             over = self._commands.is_over()
             over.__cause__ = error
-            for link in list(self._flow.connections.values()):
+            for link in list(self._flow.links.values()):
                 self._flow.fail(link, over)
         finally:
             self._shut_down()
@@ -374,7 +374,7 @@ class Wire:
         if self._closing is None:
             now = time.monotonic()
             if self._flow.tolerant:
-                for link in self._flow.connections.values():
+                for link in self._flow.links.values():
                     if link.state is LinkState.BROKEN:
                         self._dialler.want(link.peer)
             if now >= self._look_at or self._flow.tolerant or self._dialler.busy:
@@ -412,7 +412,7 @@ class Wire:
     # -- links --------------------------------------------------------------------------------------------------------
 
     def _connected(self, peer: int) -> None:
-        self._flow.beat(self._flow.connection(peer))  # says in which round and epoch this worker is
+        self._flow.beat(self._flow.link(peer))  # says in which round and epoch this worker is
         if self._flow.tolerant:
             self.control_plane.reconnected(peer)
         waiting = self._waiting.pop(peer, None)
@@ -424,7 +424,7 @@ class Wire:
 
     def _view(self, peer: int) -> View:
         """What the control plane is to know of a peer; any thread may ask."""
-        link = self._flow.connections.get(peer)
+        link = self._flow.links.get(peer)
         if link is None or link.state is LinkState.NEW:
             return View.UNKNOWN
         if link.silence(self.now()) >= self._dead_after:
@@ -434,7 +434,7 @@ class Wire:
         return View.PENDING
 
     def _is_silent(self, peer: int) -> bool:
-        link = self._flow.connections.get(peer)
+        link = self._flow.links.get(peer)
         return link is not None and link.silence(self.now()) >= SILENT * self._dead_after
 
     def _admit(self, worker: Identity) -> str | None:
@@ -443,7 +443,7 @@ class Wire:
             return "nobody can join this run" if self.on_guest is None else None
         if worker.rank not in self._expected or worker.rank == self._identity.rank:
             return f"rank {worker.rank} is not expected"
-        link = self._flow.connection(worker.rank)
+        link = self._flow.link(worker.rank)
         if worker.incarnation != link.incarnation:
             return REPLACED if worker.incarnation < link.incarnation else f"worker {worker.rank} is not a member yet"
         if link.state is LinkState.GONE:
@@ -465,7 +465,7 @@ class Wire:
             if not start_thread(serve, "decent_dp-guest", self._guest_failed):
                 self._polling.hang_up(channels[0])
             return
-        link = self._flow.connection(worker.rank)
+        link = self._flow.link(worker.rank)
         self._dialler.cancel(worker.rank)
         if link.state is LinkState.OPEN:  # the peer has seen first that it was lost
             self._flow.lose(link, "replaced by the peer")
@@ -507,7 +507,7 @@ class Wire:
         self._doorman.look()
         for channel in [channel for channel, until in self._leaving.items() if now >= until]:
             self._lose(channel)
-        for link in list(self._flow.connections.values()):
+        for link in list(self._flow.links.values()):
             if stopped:
                 link.heard = now
             if link.state is LinkState.OPEN:
@@ -527,7 +527,7 @@ class Wire:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _say_bye(self) -> None:
-        for link in self._flow.connections.values():
+        for link in self._flow.links.values():
             if link.state is LinkState.OPEN and link.control is not None:
                 link.control.send(pack(BYE))
 
@@ -551,7 +551,7 @@ class Wire:
         assert self._closing is not None
         if time.monotonic() > self._closing:
             return True
-        waits = [link for link in self._flow.connections.values() if link.state is LinkState.OPEN and not link.left]
+        waits = [link for link in self._flow.links.values() if link.state is LinkState.OPEN and not link.left]
         return not (self._commands or waits)
 
     def _shut_down(self) -> None:
@@ -562,7 +562,7 @@ class Wire:
             for waiting in self._waiting.values():
                 if not waiting.done():
                     waiting.set_exception(self._commands.is_over())
-            for link in self._flow.connections.values():
+            for link in self._flow.links.values():
                 self._flow.close(link, "the transport was closed")
             for stream in list(self._polling.streams.values()):
                 stream.lose()
