@@ -254,7 +254,7 @@ class WireExchanges:
         others = sorted(rank for rank in edge.ranks if rank != self._rank)
         for peer in others:
             try:
-                self._wire.connect(peer, wait=ahead or self._neighbours is None)
+                self._wire.connect(peer, wait=ahead or self._neighbours is None, ahead=ahead)
             except (OSError, RuntimeError) as error:
                 raise self._explain(error, [peer], exchange_id) from error
         return others

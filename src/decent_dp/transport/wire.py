@@ -151,11 +151,12 @@ class Wire:
 
     # -- called by any thread -----------------------------------------------------------------------------------------
 
-    def connect(self, peer: int, *, wait: bool = True) -> None:
+    def connect(self, peer: int, *, wait: bool = True, ahead: bool = False) -> None:
         """Makes sure that there will be a connection: one of both makes it.
 
         Args:
             wait: until there is one, if this worker dials first. Where faults are tolerated that may fail.
+            ahead: all workers do so together, and wait for the connections that others dial first, too.
 
         Raises:
             OSError, RuntimeError: the peer cannot be reached, or does not welcome this worker.
@@ -176,7 +177,7 @@ class Wire:
             deadline = time.monotonic() + self._dead_after
             while wait and self._goes_first(peer) and self._view(peer) is View.UNKNOWN and time.monotonic() < deadline:
                 time.sleep(_LOOK / 10)
-        elif self._goes_first(peer):
+        elif ahead or self._goes_first(peer):
             opened.result()
         self._asked.add(peer)
 
