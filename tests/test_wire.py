@@ -1,4 +1,4 @@
-"""The wire over ZeroMQ, which is beside the old one until it replaces it: workers here choose it by ``DECENT_DP_WIRE``."""
+"""The wire: who may connect, what is wanted and what goes; the contract of all transports is in ``test_transport``."""
 
 from __future__ import annotations
 
@@ -21,23 +21,12 @@ from decent_dp.transport.hello import CONTROL, REPLACED, Dialled, Identity, Repl
 from decent_dp.transport.link import LinkState, Receiving, Sending
 from decent_dp.transport.listening import Doorman
 from decent_dp.transport.messages import DATA, HELLO, OFFERS, START, Header, pack, unpack
-from tests.test_transport import caught, exchanges, grouping, pairing, swap, whole_contract
+from tests.test_transport import caught, exchanges, grouping, pairing, swap
 
 # -- between processes -----------------------------------------------------------------------------------------------------
 
 
-def over_zmq(rank: int, n: int) -> str:
-    os.environ["DECENT_DP_WIRE"] = "zmq"
-    return whole_contract(ProcessGroupTransport())
-
-
-@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
-def test_the_contract(workers, n):
-    assert workers(n, over_zmq) == ["done"] * n
-
-
 def on_nodes_of_their_own(rank: int, n: int) -> bool:
-    os.environ["DECENT_DP_WIRE"] = "zmq"
     communicators.network_stack = lambda: f"node {rank}"
     addresses._own_address = lambda **_: "127.0.0.1"
     transport: Any = ProcessGroupTransport()
@@ -52,13 +41,12 @@ def test_workers_on_other_nodes_exchange_over_encrypted_connections(workers):
 
 
 def killed_beside_a_child(rank: int, n: int) -> Any:
-    os.environ["DECENT_DP_WIRE"] = "zmq"
     transport = ProcessGroupTransport()
     edge = Edge([0, 1], 0.5)
     swap(transport, edge, ExchangeId(0, 0))
     if rank == 1:
         if os.fork() == 0:
-            time.sleep(8)  # as a worker of a DataLoader that outlives its parent
+            time.sleep(3)  # as a worker of a DataLoader that outlives its parent
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
@@ -70,7 +58,7 @@ def test_a_forked_child_does_not_hide_that_its_parent_was_killed(workers):
     kind, message, seconds = workers.outcomes(2, killed_beside_a_child)[0].value
     assert kind == "PeerLostError"
     assert "worker 1 is gone" in message
-    assert seconds < 5, "the child kept the connections"
+    assert seconds < 2, "the child kept the connections"
 
 
 # -- what all workers must have in common ----------------------------------------------------------------------------------
@@ -119,7 +107,6 @@ def test_a_secret_in_a_file(tmp_path, monkeypatch):
 
 def forged(rank: int, n: int) -> list[str]:
     """Worker 0 reads addresses that somebody else has written: changed, of another worker, and whole."""
-    os.environ["DECENT_DP_WIRE"] = "zmq"
     transport: Any = ProcessGroupTransport()
     shared, found = transport._rendezvous, []
     own = shared.addresses.get(rank)
