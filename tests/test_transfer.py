@@ -42,7 +42,10 @@ class Cut:
         self.sent += len(taken)
         self.stream.sendall(taken)
         if len(taken) < len(part):
-            self.stream.shutdown(socket.SHUT_RDWR)
+            if isinstance(self.stream, socket.socket):
+                self.stream.shutdown(socket.SHUT_RDWR)
+            else:
+                self.stream.close()
             raise ConnectionResetError("cut")
 
 

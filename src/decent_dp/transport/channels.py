@@ -140,6 +140,8 @@ class Channel:
     def send(self, header: bytes, body: memoryview | bytes = b"") -> None:
         """Nothing is sent, without an error, on a connection that is lost: its end is told otherwise."""
         stream = self.socket.zmq
+        if stream.closed:
+            return
         try:
             if self.routing_id:
                 stream.send(self.routing_id, zmq.SNDMORE | zmq.NOBLOCK)
