@@ -506,7 +506,7 @@ def test_a_process_joins_while_a_member_has_run_out_of_batches(workers):
 def joiner_dies(rank: int, n: int) -> Any:
     """The first process that comes dies in the middle of its transfer, the second when it asks for its seat."""
     if rank == N:
-        newcomer_module.receive_state = lambda stream, *_: (stream.recv(100), die())  # type: ignore[assignment, return-value]
+        newcomer_module.receive_state = lambda stream, *_: (stream.recv_into(bytearray(100)), die())  # type: ignore[assignment, return-value]
     if rank == N + 1:
         company = newcomer_module._Newcomer
         company.enter = lambda self: _ask_and_die(self)  # type: ignore[method-assign]
