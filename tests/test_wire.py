@@ -209,7 +209,10 @@ def test_a_hello_is_judged_after_all_events_before_it():
     frames = [Frame(pack(HELLO, flags=1)), Frame(dialled.hello)]
     sent: list[bytes] = []
     stream = SimpleNamespace(
-        get=lambda _: bool(frames), recv=lambda *_, **__: frames.pop(0), send=lambda part, *_, **__: sent.append(part)
+        closed=False,
+        get=lambda _: bool(frames),
+        recv=lambda *_, **__: frames.pop(0),
+        send=lambda part, *_, **__: sent.append(part),
     )
     socket.zmq = stream
     doorman.hear(socket, b"id")
@@ -223,6 +226,8 @@ def test_a_hello_is_judged_after_all_events_before_it():
 
 class Wires:
     """A ``Flow`` with one open link to worker 1, and what it sends."""
+
+    closed = False
 
     def __init__(self, *, tolerant: bool = False) -> None:
         self.sent: list[Header] = []
