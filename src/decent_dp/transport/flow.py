@@ -184,7 +184,7 @@ class Flow:
 
     def _begin(self, link: WireLink, receiving: Receiving) -> None:
         """Asks for a message, or for the rest of it on a new connection."""
-        if receiving.size <= SMALL:
+        if receiving.size <= SMALL or link.network.local:
             self._want(link, receiving, receiving.size)
             return
         if receiving.offered:
@@ -193,7 +193,7 @@ class Flow:
         if _is_mutual(receiving.key) and receiving.granted == receiving.received:
             # It says that this worker is in the exchange. Of the first message the peer may send the beginning once it is, too.
             is_first = not link.network.outstanding and not any(r.granted > r.received for r in link.receivings.values())
-            ahead = receiving.size if link.network.local else link.network.coming.window
+            ahead = link.network.coming.window
             upto = min(receiving.size, receiving.received + ahead) if is_first and not receiving.offered else receiving.granted
             self._want(link, receiving, upto)
 
@@ -295,7 +295,7 @@ class Flow:
             return  # not added yet, or cancelled
         if not sending.offered and sending.ready > 0 and link.control is not None:
             sending.offered = True
-            if sending.size > SMALL and not _is_mutual(sending.key):
+            if sending.size > SMALL and not (link.network.local or _is_mutual(sending.key)):
                 link.control.send(pack(START, sending.key, OFFERS, size=sending.size))
         if self.tolerant and sending.ready == sending.size:
             self.settlement.vote_if_complete(link, sending.key[1])
