@@ -437,7 +437,7 @@ class Fault:
     ``ask(...)``, and the test's own.
 
     Attributes:
-        sent: bytes of the message that are out, with "mid message". The reactor's thread then runs the action.
+        sent: bytes of the message that are out, with "mid message". The transport's thread then runs the action.
     """
 
     rank: int

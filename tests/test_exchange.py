@@ -272,7 +272,7 @@ def groups_without_a_garbage_collector(rank: int, n: int) -> list[int]:
         own = request(torch.full((3 * _BLOCK_ON_CPU,), float(rank)), rank, ExchangeId(round_, 0), Lossless)
         transport.start(edge, own).wait()
         transport.control.gather(None)
-        time.sleep(0.2)  # the reactor's thread drops its last reference after it has said that all is there
+        time.sleep(0.2)  # the transport's thread drops its last reference after it has said that all is there
         alive.append(len(made))
     gc.enable()
     transport.close()
@@ -307,10 +307,10 @@ def test_many_failed_requests_for_buffers_do_not_nest():
 def handle_that_lands(timeout: float) -> tuple[Any, list[str]]:
     """A handle of one message, whose staging notes its calls."""
     mailbox = SimpleNamespace(waits_for=lambda *_: False)
-    reactor: Any = SimpleNamespace(last_progress=lambda _: 0.0, open_slots=lambda *_: [], mailbox=mailbox)
+    wire: Any = SimpleNamespace(last_progress=lambda _: 0.0, open_slots=lambda *_: [], mailbox=mailbox)
     own = request(torch.ones(3), 0, ExchangeId(0, 0))
     handle = exchange._WireHandle(
-        own, [1], exchange._Timeout(timeout), reactor, lambda error, *_: RuntimeError(f"is {error!r}")
+        own, [1], exchange._Timeout(timeout), wire, lambda error, *_: RuntimeError(f"is {error!r}")
     )
     calls: list[str] = []
     handle.land, handle.finish = lambda: calls.append("lands"), lambda: calls.append("finishes")

@@ -521,9 +521,9 @@ def test_nobody_meets_a_process_that_joins_before_its_first_round(make):
     """And its round tells nobody that it is behind."""
     company = make(2, ring(2))
     company.run(lambda rank, control: control.gather(rank))
-    reactor, edge = company.wire(0), Edge([0, 1], 0.5)
-    neighbours, connection = reactor._neighbours, reactor._flow.link(1)
-    connection.start, connection.round = 50, 51
+    wire, edge = company.wire(0), Edge([0, 1], 0.5)
+    neighbours, link = wire._neighbours, wire._flow.link(1)
+    link.start, link.round = 50, 51
     for round_, meets in ((10, False), (49, False), (50, True)):
         neighbours.announce(round_)
         assert neighbours.available(edge, ExchangeId(round_, 0)) == meets

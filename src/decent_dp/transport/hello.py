@@ -42,7 +42,6 @@ _HELLO = struct.Struct(f"<8sHI8sQIB{_NONCE}s{_NONCE}s")
 _CHALLENGE = struct.Struct(f"<8sH{_NONCE}s")
 # Kind, uid, incarnation, and the reason of a refusal, padded with zeros; a proof follows.
 _ANSWER = struct.Struct("<B8sQ192s")
-_PROOF = 32
 # Of equal length, so that no label with what follows is another label with something else.
 _FROM_DIALLER, _FROM_LISTENER = b"decent_dp hello ", b"decent_dp answer"
 

@@ -23,6 +23,11 @@ from decent_dp.transport.messages import HEADER_BYTES, LARGEST_FRAME
 
 __all__ = ["SILENT", "Curve", "Event", "Socket", "Sockets", "shut_down"]
 
+# The oldest with ``recv_into``. An installation may have been changed after this package's.
+_OLDEST = (26, 4)
+if zmq.pyzmq_version_info()[:2] < _OLDEST:
+    raise ImportError(f"decent_dp needs pyzmq 26.4 or newer, and {zmq.__version__} is installed: pip install --upgrade pyzmq")
+
 # zmq's sockets are generic in the type of what they receive.
 ZmqSocket: TypeAlias = Any
 
