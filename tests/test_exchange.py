@@ -309,9 +309,7 @@ def handle_that_lands(timeout: float) -> tuple[Any, list[str]]:
     mailbox = SimpleNamespace(waits_for=lambda *_: False)
     wire: Any = SimpleNamespace(last_progress=lambda _: 0.0, open_slots=lambda *_: [], mailbox=mailbox)
     own = request(torch.ones(3), 0, ExchangeId(0, 0))
-    handle = exchange._WireHandle(
-        own, [1], exchange._Timeout(timeout), wire, lambda error, *_: RuntimeError(f"is {error!r}")
-    )
+    handle = exchange._WireHandle(own, [1], exchange._Timeout(timeout), wire, lambda error, *_: RuntimeError(f"is {error!r}"))
     calls: list[str] = []
     handle.land, handle.finish = lambda: calls.append("lands"), lambda: calls.append("finishes")
     handle.expect(1)

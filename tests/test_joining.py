@@ -545,6 +545,8 @@ def test_processes_that_die_while_they_join_stop_nobody(workers):
 def test_what_join_is_given_is_checked(monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"):
         monkeypatch.delenv(name, raising=False)
+    with pytest.raises(TypeError, match="encrypt must be None"):
+        decent_dp.join("127.0.0.1:1", encrypt="yes")  # type: ignore[arg-type]
     for store in (None, "here", ":1", "a:b"):
         with pytest.raises(ValueError, match="store must be HOST:PORT"):
             decent_dp.join(store)

@@ -420,3 +420,28 @@ def test_a_vote_that_was_revoked_while_the_connection_was_lost():
     world.move(second, 100)
     first.read()
     assert first.verdicts[0, 0] is Verdict.NEITHER
+
+
+def test_who_has_the_whole_message_says_on_a_new_connection_that_it_is_in_the_exchange():
+    """Else the other one never asks for its message: only the first of several is asked for without that."""
+    world = World(0, (90_000, 90_000))
+    first, second = world.ends
+    for end in world.ends:
+        for bucket in range(BUCKETS):
+            world.open(end, (0, bucket, 0))
+        end.flow.go_on()
+    for _ in range(20):  # the first one has both messages, and none of its own has arrived
+        world.move(second, 100)
+        first.read()
+        world.move(first, 100, [0])
+        second.read()
+    assert not first.link.receivings
+    world.cut()
+    for end in world.ends:
+        end.read()
+    world.connect()
+    for _ in range(20):
+        for end in world.ends:
+            world.move(end, 100)
+            world.ends[end.peer].read()
+    assert all(end.verdicts[0, bucket] is Verdict.BOTH for end in world.ends for bucket in range(BUCKETS))

@@ -51,7 +51,7 @@ from decent_dp.replica.statistics import Statistics, sharing_class, tell_replica
 from decent_dp.rules import Rule
 from decent_dp.rules.base import check_rule
 from decent_dp.topo import Topology
-from decent_dp.transport import Transport, check_transport, group_of_replicas, open_transport
+from decent_dp.transport import Transport, check_encrypt, check_transport, group_of_replicas, open_transport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -126,6 +126,7 @@ def gossip(
         older.extend(find_superseded(model))
         optimizers.extend(check_optimizers(optimizer, model))
         check_compression(compression)
+        check_encrypt(encrypt)
         return Arguments(
             Settings(bucket_size_in_mb, bool(overlap), check_scaler(scaler) is not None, compression, mix_every),
             topology,

@@ -1,0 +1,305 @@
+"""What the wire promises beyond its contract: sockets, a busy interpreter, secrets, IPv6, and what was once lost."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+import decent_dp
+from decent_dp.transport import addresses, communicators
+from decent_dp.transport.channels import Channel, Rate
+from decent_dp.transport.communicators import UnreachableError
+from decent_dp.transport.flow import Flow
+from decent_dp.transport.hello import Identity
+from decent_dp.transport.link import Receiving, Sending
+from decent_dp.transport.listening import Doorman
+from decent_dp.transport.messages import CALL, DATA, HEADER_BYTES, LARGEST_FRAME, OFFERS, START, pack, unpack
+from decent_dp.transport.sockets import Curve, Event, Sockets
+from tests.wires import RUN, SECONDS, SECRET, Net, content, receive, send
+
+# -- sockets -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_the_options_of_sockets(encrypted):
+    """libzmq ignores those that are set after a bind or a connect, without an error."""
+    curve, sockets = Curve.create() if encrypted else None, Sockets(10.0, breaks=True)
+    try:
+        control, bulk = (sockets.listen("tcp://127.0.0.1:*", curve, beats=beats) for beats in (True, False))
+        dialled = sockets.dial(control.endpoint, b"id", curve, curve.public if curve else b"")
+        for made in (control, bulk, dialled):
+            for option, value in (
+                *((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.IMMEDIATE, 1), (zmq.RECONNECT_IVL, -1)),
+                *((zmq.MAXMSGSIZE, LARGEST_FRAME + HEADER_BYTES), (zmq.HANDSHAKE_IVL, 3000)),
+                *((zmq.HEARTBEAT_IVL, 0 if made is bulk else 500), (zmq.MECHANISM, zmq.CURVE if encrypted else zmq.NULL)),
+            ):
+                assert made.zmq.get(option) == value, option
+            if made is not bulk:
+                assert made.zmq.get(zmq.HEARTBEAT_TIMEOUT) == 2500, "before 0.3 of dead_after"
+            assert made.monitor.get(zmq.RCVHWM) == 0, "one that is not read would stop the socket"
+        # Who connects before this is bound is refused.
+        assert (sockets.authenticator is not None) == encrypted
+    finally:
+        sockets.close_all()
+
+
+def test_an_address_in_use():
+    sockets = Sockets(10.0, breaks=False)
+    try:
+        with pytest.raises(OSError, match="in use"):
+            sockets.listen(sockets.listen("tcp://127.0.0.1:*").endpoint)
+    finally:
+        sockets.close_all()
+
+
+def test_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    sockets = Sockets(10.0, breaks=False)
+    try:
+        listener = sockets.listen("tcp://[::1]:*")
+        dialled = sockets.dial(listener.endpoint, b"id", None, b"")
+        assert dialled.monitor.poll(5000)
+        assert dialled.events()[0].kind == zmq.EVENT_CONNECTED
+        port = int(listener.endpoint.rpartition(":")[2])
+        addresses.probe({"node": "far", "host": "::1", "port": port}, "here", 5.0).close()
+    finally:
+        sockets.close_all()
+
+
+def test_pyzmq_that_is_too_old_is_one_error():
+    code = "import zmq; zmq.pyzmq_version_info = lambda: (25, 1, 0); import decent_dp.transport.sockets"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("ImportError: decent_dp needs pyzmq 26.4 or newer")
+
+
+def test_malformed_connections_stop_nobody():
+    net, draw = Net(2, encrypts=True), random.Random(1)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    try:
+        net.connect()
+        port = int(net.targets[0].control.rpartition(":")[2])
+        for _ in range(300):
+            raw = bytearray(greeting + b"\x04\x05HELLO" + bytes(200))
+            for _ in range(draw.choice([0, 1, 5])):
+                raw[draw.randrange(len(raw))] ^= 1 << draw.randrange(8)
+            with socket.create_connection(("127.0.0.1", port), 5) as stream:
+                stream.sendall(draw.choice([raw, raw[: draw.randrange(len(raw))], draw.randbytes(100)]))
+        asked = receive(net.wires[1], 0, (0, 0, 2), 10**5)
+        send(net.wires[0], 1, (0, 0, 2), content(0, 10**5))
+        assert asked.result(SECONDS) == content(0, 10**5)
+    finally:
+        net.close()
+
+
+def test_strangers_are_reported_once_and_nothing_tells_the_secret(caplog):
+    caplog.set_level(logging.DEBUG)
+    net = Net(1)
+    stream = zmq.Context.instance().socket(zmq.DEALER)
+    stream.linger = 0
+    try:
+        stream.connect(net.targets[0].control)
+        for _ in range(3):
+            stream.send_multipart([pack(1, flags=1), b"no hello"])
+        until = time.monotonic() + 5
+        while net.wires[0]._doorman.dropped < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+    finally:
+        stream.close()
+        net.close()
+    assert [record.message for record in caplog.records if "did not greet" in record.message].__len__() == 1
+    curve = Curve.create()
+    told = caplog.text + repr(net.wires[0]) + repr(net.wires[0]._identity) + repr(curve)
+    assert SECRET.decode() not in told
+    assert curve.secret.hex() not in told
+    assert repr(curve.secret) not in told
+
+
+# -- a busy interpreter ------------------------------------------------------------------------------------------------------
+
+
+def holds_the_lock(rank: int, n: int, encrypts: bool) -> Any:
+    if encrypts:
+        communicators.network_stack = lambda: f"node {rank}"
+        addresses._own_address = lambda **_: "127.0.0.1"
+    model = torch.nn.Linear(10, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    replica = decent_dp.gossip(model, optimizer, topology="ring", faults=decent_dp.Tolerate(dead_after=1.0))
+    neighbours: Any = replica.everyone.neighbours  # type: ignore[attr-defined]
+    found, until, held = set[int](), time.monotonic() + 3.5, False
+    while time.monotonic() < until:
+        model(torch.ones(1, 10)).sum().backward()
+        optimizer.step()
+        if rank == 1 and not held and until - time.monotonic() < 3:
+            held = True
+            for _ in range(2):  # calls that keep the interpreter lock
+                ctypes.PyDLL(None).usleep(ctypes.c_uint(900_000))
+        if rank == 0:
+            found |= {*neighbours.silent(), *neighbours.lost()}
+        time.sleep(0.01)
+    reconnects = replica.stats().reconnects
+    replica.close()
+    return found, reconnects
+
+
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_a_busy_interpreter_is_not_silent(workers, encrypts):
+    """For 1.8 times ``dead_after``."""
+    assert workers(2, holds_the_lock, encrypts) == [(set(), 0)] * 2
+
+
+# -- pace, and what was lost --------------------------------------------------------------------------------------------------
+
+
+def test_a_rate_is_known_after_messages_that_take_less_than_its_interval():
+    rate, now = Rate(), 0.0
+    for _ in range(40):
+        rate.resume(now)
+        now += 0.001
+        rate.count(10**5, now)
+        rate.pause(now)
+        now += 1.0  # nothing is due
+    assert rate.value == pytest.approx(1e8, rel=0.1)
+
+
+class Links:
+    """A ``Flow`` with links to other nodes, and what it sends to each."""
+
+    def __init__(self, peers: int, local: frozenset[int] = frozenset()) -> None:
+        self.flow = Flow(0, local, lambda *_: None, lambda _: None, lambda _: None)
+        self.sent: dict[int, list[Any]] = {peer: [] for peer in range(1, peers + 1)}
+
+    def open(self, peer: int) -> None:
+        sent = self.sent[peer]
+        stream = SimpleNamespace(closed=False, send=lambda part, *_, **__: sent.append(bytes(part)))
+        channels: list[Any] = [Channel(SimpleNamespace(zmq=stream), plane) for plane in (0, 1)]  # type: ignore[arg-type]
+        self.flow.open(self.flow.link(peer), b"uid", *channels)
+
+    def headers(self, peer: int, kind: int) -> list[Any]:
+        return [found for part in self.sent[peer] if len(part) == HEADER_BYTES and (found := unpack(part, peer)).kind == kind]
+
+    def post(self, peer: int, key: tuple[int, int, int], size: int) -> None:
+        def failed(error: BaseException) -> None:
+            raise error
+
+        self.flow.add_sending(Sending(peer, key, memoryview(bytearray(size)), lambda: None, failed, ready=size))
+
+    def wanted(self, peer: int, key: tuple[int, int, int], upto: int, size: int) -> None:
+        self.flow.hear(self.flow.link(peer), unpack(pack(START, key, OFFERS, 0, upto, size), peer), b"")
+        self.flow.go_on()
+
+
+def test_an_earlier_round_has_the_uplink_for_all_of_its_bytes_in_flight():
+    """Also while one message is out, and the next one is not asked for yet."""
+    links = Links(2)
+    for peer in (1, 2):
+        links.open(peer)
+    size = 2**20
+    for bucket in (0, 1):
+        links.post(1, (3, bucket, 0), size)
+    links.post(2, (4, 0, 0), size)
+    links.wanted(1, (3, 0, 0), size, size)
+    links.wanted(2, (4, 0, 0), size, size)
+    assert sum(header.second for header in links.headers(1, DATA)) == size
+    assert links.headers(2, DATA) == []
+    links.flow.hear(links.flow.link(1), unpack(pack(START, (3, 0, 0), OFFERS, size, size, size), 1), b"")
+    links.flow.go_on()
+    assert sum(header.second for header in links.headers(2, DATA)) == size, "the uplink is free"
+
+
+def test_a_hint_that_is_sent_before_there_is_a_connection_is_kept():
+    links = Links(1)
+    links.flow.send_note(1, (0, 0, 1), b"hint")
+    links.open(1)
+    assert len(links.headers(1, CALL)) == 1
+    assert b"hint" in links.sent[1]
+
+
+def test_inside_a_node_a_message_is_asked_for_at_once():
+    links = Links(1, frozenset({1}))
+    links.open(1)
+    asked = Receiving(1, (0, 0, 2), memoryview(bytearray(10**6)), lambda: None, lambda error: None)
+    links.flow.add_receiving(asked)
+    assert [header.second for header in links.headers(1, START)] == [10**6]
+
+
+def test_nothing_is_sent_on_a_connection_whose_socket_was_closed():
+    context = zmq.Context()
+    stream = context.socket(zmq.DEALER)
+    stream.close()
+    Channel(SimpleNamespace(zmq=stream), 0).send(pack(DATA), b"body")  # type: ignore[arg-type]
+    context.term()
+
+
+def test_who_could_not_be_reached_is_tried_again():
+    """Nothing else happens that would wake the thread."""
+    net = Net(2)
+    net.unreachable[0] = UnreachableError("there", "timed out")
+    threading.Timer(0.1, net.unreachable.clear).start()
+    try:
+        began = time.monotonic()
+        net.wires[1].connect(0)
+        assert time.monotonic() - began < 1.5
+    finally:
+        net.close()
+
+
+def test_a_descriptor_that_is_used_anew_at_the_other_listener():
+    """The events of two listeners come in no common order: the end of an old connection is not that of the new one."""
+    control, bulk = (Listener(), Listener())
+    arguments: list[Any] = [
+        Identity(RUN, 0, b"listener"),
+        SECRET,
+        lambda _: None,
+        lambda *_: None,
+        None,
+        set(),
+        lambda _: False,
+    ]
+    doorman = Doorman(*arguments, lambda _: None, lambda call: call(), lambda _: None)
+    for socket_, kind in ((control, zmq.EVENT_ACCEPTED), (bulk, zmq.EVENT_ACCEPTED), (control, zmq.EVENT_DISCONNECTED)):
+        doorman.on_event(socket_, Event(kind, 5, 1))
+    assert list(doorman._strangers) == [(bulk, 5)]
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+class Listener:
+    """Hashable, as a socket is."""
+
+
+def refuses(rank: int, n: int) -> list[str]:
+    found = []
+    for options in ({"encrypt": "yes"}, {"encrypt": 1}, {"transport": "auto"}):
+        for wrap in (False, True):
+            model = torch.nn.Linear(2, 2)
+            try:
+                if wrap:
+                    decent_dp.DecentralizedDataParallel(model, lambda params: torch.optim.SGD(params, lr=0.1), **options)
+                else:
+                    decent_dp.gossip(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+            except TypeError as error:
+                found.append(str(error))
+    return found
+
+
+def test_arguments_that_are_none_of_the_values_are_refused_on_all_workers(workers):
+    for found in workers(2, refuses):
+        assert [said.split(" must be None")[0] for said in found] == ["encrypt"] * 4 + ["transport"] * 2
