@@ -42,7 +42,7 @@ class Cut:
         self.sent += len(taken)
         self.stream.sendall(taken)
         if len(taken) < len(part):
-            if isinstance(self.stream, socket.socket):
+            if hasattr(self.stream, "shutdown"):
                 self.stream.shutdown(socket.SHUT_RDWR)
             else:
                 self.stream.close()

@@ -126,13 +126,12 @@ def gossip(
         older.extend(find_superseded(model))
         optimizers.extend(check_optimizers(optimizer, model))
         check_compression(compression)
-        check_encrypt(encrypt)
         return Arguments(
             Settings(bucket_size_in_mb, bool(overlap), check_scaler(scaler) is not None, compression, mix_every),
             topology,
             check_rule(rule),
             workers_per_node("local_world_size", local_world_size),
-            {"optimizers": signature_of(optimizers, model), "encrypt": encrypt},
+            {"optimizers": signature_of(optimizers, model), "encrypt": check_encrypt(encrypt)},
             describe_mesh(model),
             options_of(optimizers, model),
             sharing_class(optimizers),

@@ -138,7 +138,6 @@ class DecentralizedDataParallel(nn.Module):
             check_factories(optim_fn, lr_scheduler_fn)
             scaled = check_scaler(scaler) is not None
             check_compression(compression)
-            check_encrypt(encrypt)
             settings = Settings(
                 bucket_size_in_mb=bucket_size_in_mb,
                 overlap=bool(overlap),
@@ -149,7 +148,7 @@ class DecentralizedDataParallel(nn.Module):
                 sync_buffer_in_global_avg=bool(sync_buffer_in_global_avg),
             )
             local = workers_per_node("_local_world_size", _local_world_size)
-            more = {"scheduled": lr_scheduler_fn is not None, "encrypt": encrypt}
+            more = {"scheduled": lr_scheduler_fn is not None, "encrypt": check_encrypt(encrypt)}
             return Arguments(settings, topology, check_rule(rule), local, more, faults=check_faults(faults))
 
         agreed = connect_replicas(model, opened, owned, check)

@@ -86,10 +86,11 @@ def check_transport(given: object) -> None:
         raise TypeError(f"transport must be None, InProcessTransport() or what join() returned, got {given!r}")
 
 
-def check_encrypt(given: object) -> None:
-    """Raises TypeError if the argument ``encrypt`` is neither None nor a bool."""
+def check_encrypt(given: bool | None) -> bool | None:
+    """The argument ``encrypt``, which is None or a bool, else TypeError."""
     if not (given is None or isinstance(given, bool)):
         raise TypeError(f"encrypt must be None (between nodes), True or False, got {given!r}")
+    return given
 
 
 def connect(
