@@ -371,10 +371,10 @@ def test_a_copy_that_nobody_asks_for_is_dropped(member):
 
 
 def test_the_next_guest_drops_old_copies(member):
-    donor, old = member(dead_after=0.1), PartialState()
+    donor, old = member(dead_after=0.3), PartialState()
     donor.get_part(old, 1000)
     donor.stop()
-    time.sleep(0.5)
+    time.sleep(0.9)
     assert list(donor.host._copies) == [old.copy]
     with donor.open() as stream:  # nobody comes to a boundary
         say(stream, PartialState().request)

@@ -149,10 +149,6 @@ class Dialler:
         self._flow.link(peer)
         self._due.setdefault(peer, 0.0 if self._goes_first(peer) else time.monotonic() + _OTHER_FIRST)
 
-    @property
-    def busy(self) -> bool:
-        return bool(self._due or self._visits)
-
     def look(self) -> float:
         """Dials whom it is time to dial. Returns when to look again, on the monotonic clock; infinite: when something comes."""
         now = time.monotonic()

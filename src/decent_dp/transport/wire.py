@@ -138,7 +138,7 @@ class Wire:
             self.call,
             self._flow.send_note,
             self._view,
-            self._want,
+            self._dialler.want,
             self.fail,
             identity.incarnation,
             self._is_silent,
@@ -168,7 +168,7 @@ class Wire:
         def want() -> None:
             if self._flow.link(peer).state is LinkState.NEW:
                 self._waiting[peer] = opened
-                self._want(peer)
+                self._dialler.want(peer)
             else:
                 opened.set_result(None)
 
@@ -202,11 +202,7 @@ class Wire:
 
     def want(self, peer: int) -> None:
         """A connection is to be made, where faults are tolerated."""
-        self.call(lambda: self._want(peer))
-
-    def _want(self, peer: int) -> None:
-        self._dialler.want(peer)
-        self._look_at = 0.0
+        self.call(lambda: self._dialler.want(peer))
 
     def visit(self, peer: int, incarnation: int) -> StateStream:
         """``Neighbours.visit``."""
@@ -373,13 +369,11 @@ class Wire:
         self._commands.run()
         more = self._flow.go_on()
         if self._closing is None:
-            now = time.monotonic()
             if self._flow.tolerant:
                 for link in self._flow.links.values():
                     if link.state is LinkState.BROKEN:
                         self._dialler.want(link.peer)
-            if now >= self._look_at or self._flow.tolerant or self._dialler.busy:
-                self._look_at = min(self._dialler.look(), self.control_plane.look())
+            self._look_at = min(self._dialler.look(), self.control_plane.look())
         return more
 
     def _patience(self) -> float:
@@ -523,7 +517,7 @@ class Wire:
         if link.state is LinkState.BROKEN and link.silence(now) > self._dead_after:
             self._flow.settlement.expire(link)
         if link.state is LinkState.NEW and link.pairs and now - link.since > SILENT * self._dead_after:
-            self._want(link.peer)
+            self._dialler.want(link.peer)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
