@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from decent_dp.transport.hello import CONTROL
 from decent_dp.transport.link import Key, Link, Priority, Receiving, Sending
 from decent_dp.transport.messages import Header
 from decent_dp.transport.sockets import Socket
@@ -28,7 +29,7 @@ _LEAST, _UNKNOWN = 2**16, 2**17
 # From the peers of a group a chunk of each, so that one that is busy with others does not keep the rest waiting, up to 3 MiB
 # (docs/log.md, 2026-11-26, "'complete' over slow links").
 _OF_MANY, _MANY = 2**18, 12
-# Frames below this are copied by pyzmq; the memory of others is lent to libzmq.
+# pyzmq copies frames below this, and all of a control connection; the memory of others is lent to libzmq.
 _COPIED = 2**16
 # A link is full of messages to a peer while so many bytes have not arrived there, and some did within so many seconds.
 _FULL, _RECENTLY = 2**16, 0.5
@@ -149,7 +150,7 @@ class Channel:
                 stream.send(header, zmq.NOBLOCK)
             else:
                 stream.send(header, zmq.SNDMORE | zmq.NOBLOCK)
-                stream.send(body, zmq.NOBLOCK, copy=len(body) < _COPIED)
+                stream.send(body, zmq.NOBLOCK, copy=len(body) < _COPIED or self.plane == CONTROL)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise

@@ -8,7 +8,7 @@ A message is a header of fixed length (``pack``) and, for some kinds, a body in 
 | REFUSED | both | the listening worker: why there will be no connection | changes nothing |
 | BEAT | control | both, regularly and when asked: round, epoch, paused | replaces the one before |
 | START | control | a receiver: what it has of a message and how far it wants it; a sender: that there is one | replaces it |
-| DATA | bulk | the sender of a message that is wanted: a part of it | is dropped |
+| DATA | bulk | the sender of a message that is wanted: a part; inside a node over control if a frame can hold it | is dropped |
 | VOTE | control | both, about an exchange: GOT, DROP, or ASK for the other's (``votes``) | changes nothing |
 | CALL | control | both: a few bytes of an agreement or of a collective, for its key | is dropped there |
 | BLOCK | bulk | both: bytes of a collective | is dropped there (``courier``) |
