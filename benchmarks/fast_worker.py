@@ -106,8 +106,6 @@ class Pair(Contender):
         for request in self.requests:
             exchange_id = ExchangeId(self.round, request.exchange_id.bucket)
             hint = request.compression.hint(request.values)
-            if request.compression.needs_hints:
-                self.transport.send_hint(edge, exchange_id, hint)
             started.append(
                 ExchangeRequest(
                     request.compression, request.values, request.sent, request.received, hint, self.rank, exchange_id

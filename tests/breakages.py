@@ -69,10 +69,10 @@ BREAKAGES = [
         "        self.round += self._transport.world_size == 1 or not idle",
     ),
     Breakage(
-        "a message is coded with a newer scale hint than its peers have",
-        "engine/bucket.py",
-        "        now = self.compression.hint(proposal) if self.hint_next is None else self.hint_next\n",
-        "        now = self.compression.hint(proposal)\n",
+        "a message is coded with another scale hint than its peers have",
+        "engine/engine.py",
+        "        hint = bucket.compression.hint(proposal) if",
+        "        hint = bucket.compression.hint([0.1 * value for value in proposal]) if",
     ),
     Breakage(
         "the request for the second bucket is lost",

@@ -74,12 +74,12 @@ def test_a_worker_that_only_this_one_has_lost_is_missed_until_others_vouch_for_i
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(company_module, "_SETTLE", -1.0)
         for round_ in range(4):
-            company.check(round_)
+            company.look(round_)
         assert asked == [True, True, not absent, not absent]  # after the second it is named
         neighbours.lost = neighbours.silent = list
-        company.check(4)  # it is back,
+        company.look(4)  # it is back,
         neighbours.lost = neighbours.silent = lambda: [2]
-        company.check(5)  # and gone again
+        company.look(5)  # and gone again
     assert asked[4:] == [False, True]
 
 

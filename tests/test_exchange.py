@@ -90,8 +90,6 @@ def silent_before_coding(rank: int, n: int) -> str:
     transport.prepare([edge])
     exchange_id = ExchangeId(2, 0)
     own = request(torch.ones(5000), rank, exchange_id, Int8)
-    if rank < n - 1:
-        transport.send_hint(edge, exchange_id, own.hint)
     transport.control.gather(None)
     shorten(transport, 1.0)
     message = ""
@@ -117,13 +115,11 @@ def edited_before_it_is_coded(rank: int, n: int) -> tuple[bool, bool]:
     before = values.clone()
     own = request(values, rank, exchange_id, Int8)
     if rank == 0:
-        transport.send_hint(edge, exchange_id, own.hint)
         handle = transport.start(edge, own)
         handle.wait_for_read()
         values.fill_(0.123)
     else:
         time.sleep(0.5)
-        transport.send_hint(edge, exchange_id, own.hint)
         handle = transport.start(edge, own)
         handle.wait_for_read()
         values.fill_(0.321)

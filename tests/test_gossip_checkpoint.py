@@ -584,8 +584,6 @@ def test_a_run_may_resume_with_other_settings(tmp_path, way, others):
 
 @pytest.mark.parametrize("flushed", [False, True])
 def test_an_exchange_that_one_worker_has_lost_is_dropped_on_all(flushed):
-    """In flight, with the hints for the next round."""
-
     def work(transport: InProcessTransport) -> Any:
         run = on(transport, PLAIN, steps=4, compression="int8")
         if flushed:

@@ -185,8 +185,6 @@ def on_two_nodes(rank: int, n: int) -> Any:
             values = content(rank, round_)
             own = request(values, rank, exchange_id, kind, compression)
             compression = own.compression
-            if own.compression.needs_hints:
-                transport.send_hint(edge, exchange_id, own.hint)
             transport.start(edge, own).wait()
             mixed = torch.full_like(values, math.nan)
             for run, difference, unit in own.compression.differences(own.sent, own.received):

@@ -325,8 +325,7 @@ def test_a_resumed_run_continues_where_it_was(workers, n):
                 w = mixing(n, t, [(name, int(k or 10**9)) for name, _, k in turns], h)
                 w = np.eye(n) if w is None else w
                 assert set(ranks) == set(np.flatnonzero(w[rank])), (topology, h, t)
-        # The meaning of a byte depends on the hints of the round before, which are sent again after a restart. The distance
-        # of the replicas is not known then: the first exchange may be rejected, and with it the next.
+        # The distance of the replicas is not known after a restart: the first exchange may be rejected, and with it the next.
         for lossy in (byte, overlapped):
             for (topology, h), (want, found, _, _, stats, rejected) in zip(RESUMED, lossy, strict=True):
                 np.testing.assert_array_equal(found[:FIRST], want[:FIRST])

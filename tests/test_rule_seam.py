@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from decent_dp.compression.int8 import Int8
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.rules import Gossip, OuterNesterov, Round, Rule
 from decent_dp.rules.base import check_rule
@@ -260,18 +262,23 @@ def test_numbers_do_not_depend_on_how_buckets_are_cut(workers, every):
 
 
 def hinted(rank: int, rule: Rule | None, transport: Any = None, **options: Any) -> tuple[np.ndarray, list[np.ndarray], int]:
-    """Parameters in the end, the exponents that were hinted after each update, and the rejected blocks."""
+    """Parameters in the end, the exponents of each hint, and the rejected blocks."""
+    exponents: list[np.ndarray] = []
+
+    def note(self: Int8, values: Any) -> bytes:
+        made = hint(self, values)
+        exponents.append(np.frombuffer(made, dtype=np.int8))
+        return made
+
+    hint = Int8.hint
     model = DecentralizedDataParallel(
         Bag(0), SOME, topology="one-peer-exp", compression="int8", rule=rule, transport=transport, **options
     )
-    exponents = []
-    for t in range(7):
-        draw = torch.Generator().manual_seed(10 * rank + t)
-        pulls = [torch.randn(p.shape, generator=draw) for p in model.module.params]
-        sum((p * pull).sum() for p, pull in zip(model.module.params, pulls, strict=True)).backward()
-        # Before the first turn of a bucket there is none.
-        coming = [bucket.hint_next or b"" for bucket in model.replica.engine.buckets]
-        exponents.append(np.concatenate([np.frombuffer(hint, dtype=np.int8) for hint in coming]))
+    with mock.patch.object(Int8, "hint", note):
+        for t in range(7):
+            draw = torch.Generator().manual_seed(10 * rank + t)
+            pulls = [torch.randn(p.shape, generator=draw) for p in model.module.params]
+            sum((p * pull).sum() for p, pull in zip(model.module.params, pulls, strict=True)).backward()
     found = flat(model.module), exponents, model.stats().rejected
     model.close()
     return found

@@ -101,7 +101,7 @@ class End:
     channels: dict[Any, Channel] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.flow = Flow(self.rank, frozenset(), lambda *_: None, lambda _: None, lambda _: self.cut())
+        self.flow = Flow(self.rank, frozenset(), lambda *_: None, lambda *_: None, lambda _: None, lambda _: self.cut())
         self.flow.dead_after = 10.0
         polling: Any = SimpleNamespace(routes={}, owners=self.channels, is_watched=lambda socket: True)
         self.reader = Reader(polling, self.flow, lambda link, *_: self.flow.give_up(link, "the peer has left"))

@@ -371,7 +371,5 @@ def test_peers_have_the_ranks_of_the_whole():
     here, there = Edge([0, 2], 0.5), Edge([1, 5], 0.5)
     peers.prepare([here])
     whole.prepare.assert_called_once_with([there])
-    peers.send_hint(here, "bucket", b"text")
-    whole.send_hint.assert_called_once_with(there, "bucket", b"text")
     peers.start(here, "request")
     whole.start.assert_called_once_with(there, "request")

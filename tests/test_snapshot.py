@@ -238,7 +238,7 @@ def test_back_to_an_earlier_update(compression, overlap):
 
 
 def test_a_hint_from_before_a_load_is_not_used(monkeypatch):
-    """Replicas of another, wilder run at the same round: a quick worker must wait for the new announcement of a slow one."""
+    """Replicas of another, wilder run at the same round: a quick worker must wait for the new hint of a slow one."""
     calm = Job({"topology": "one-peer-exp", "compression": "int8"})
     through = run_replicas(2, lambda at: run_through(calm, at, at.rank, TOTAL, [3]))
 
@@ -257,13 +257,13 @@ def test_a_hint_from_before_a_load_is_not_used(monkeypatch):
 
     def slow(model: DecentralizedDataParallel) -> None:
         transport = model.replica.transport
-        send_hint = transport.send_hint
+        start = transport.start
 
-        def late(*args: Any) -> None:
+        def late(*args: Any) -> Any:
             time.sleep(0.05)
-            send_hint(*args)
+            return start(*args)
 
-        monkeypatch.setattr(transport, "send_hint", late)
+        monkeypatch.setattr(transport, "start", late)
 
     found = run_replicas(2, partial(body, dropped=False))
     for (losses, end), (_, all_losses, reference) in zip(found, through, strict=True):

@@ -433,9 +433,9 @@ def test_a_load_where_one_worker_has_an_update_to_make(due, overlap):
     run_replicas(2, body)
 
 
-@pytest.mark.parametrize(("compression", "unknown"), [(None, 2), ("int8", 2), ("int8", 3)])
-def test_a_topology_that_raises_on_one_worker(compression, unknown):
-    """Asked for the round of the exchange under way, and for the one that is told ahead."""
+@pytest.mark.parametrize("compression", [None, "int8"])
+def test_a_topology_that_raises_on_one_worker(compression):
+    """Asked for the round of the exchange in flight."""
     job = Job({"topology": "one-peer-exp", "compression": compression})
 
     def body(at: InProcessTransport) -> str:
@@ -446,7 +446,7 @@ def test_a_topology_that_raises_on_one_worker(compression, unknown):
         ask = model.replica.topology.get_edge
 
         def refuse(step: int) -> Edge:
-            if step == unknown:
+            if step == 2:
                 raise IndexError(f"no round {step}")
             return ask(step)
 
@@ -462,7 +462,7 @@ def test_a_topology_that_raises_on_one_worker(compression, unknown):
         assert_equal(dumb_copy(take(model.replica)), before[0])
         return str(caught.value)
 
-    assert run_replicas(2, body) == [f"worker 1: IndexError: no round {unknown}"] * 2
+    assert run_replicas(2, body) == ["worker 1: IndexError: no round 2"] * 2
 
 
 def test_a_topology_of_numpy_numbers_resumes():

@@ -163,7 +163,7 @@ def test_a_disagreement_about_the_seed_names_it():
 
 
 def test_the_last_rounds_are_kept():
-    """Two buckets with scale hints ask for rounds t, t + 1, t, t + 1, and then the next round begins."""
+    """Who asks for rounds t, t + 1, t, t + 1 makes each once."""
     asked = []
 
     class Asked(RandomMatchingTopology):

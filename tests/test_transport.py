@@ -143,7 +143,7 @@ def sum_eps(dtype: torch.dtype) -> float:
 
 
 def hinted_exchanges(transport: Transport, edges: list[list[Edge]]) -> None:
-    """A compression that waits for the others' hints, which may come long after the exchange has been started."""
+    """A compression that waits for the others' hints, which may start the exchange long after this worker."""
     rank, size = transport.rank, _BLOCK_ON_CPU + 4464
     for t, round_ in enumerate(edges):
         edge = next(e for e in round_ if rank in e.ranks)
@@ -157,14 +157,9 @@ def hinted_exchanges(transport: Transport, edges: list[list[Edge]]) -> None:
         handles = []
         for bucket, exchange_id in enumerate(exchange_ids):
             own = own_of(rank, exchange_id)
-            # The hint for the second bucket follows its start, while a process serves it.
-            late = bucket == 1 and rank == edge.ranks[0] and isinstance(transport, ProcessGroupTransport)
-            if not late:
-                transport.send_hint(edge, exchange_id, own.hint)
-            handles.append((own, transport.start(edge, own)))
-            if late:
+            if bucket == 1 and rank == edge.ranks[0]:
                 time.sleep(0.05)
-                transport.send_hint(edge, exchange_id, own.hint)
+            handles.append((own, transport.start(edge, own)))
         for own, handle in handles:
             handle.wait()
             members = [own_of(r, own.exchange_id) for r in edge.ranks]

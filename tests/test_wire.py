@@ -232,7 +232,7 @@ class Wires:
     def __init__(self, *, tolerant: bool = False) -> None:
         self.sent: list[Header] = []
         self.hung_up: list[WireLink] = []
-        self.flow = Flow(0, frozenset(), lambda *_: None, lambda _: None, self.hung_up.append)
+        self.flow = Flow(0, frozenset(), lambda *_: None, lambda *_: None, lambda _: None, self.hung_up.append)
         self.flow.dead_after = 10.0 if tolerant else None
         self.link = self.flow.link(1)
         channels: list[Any] = [Channel(SimpleNamespace(zmq=self), plane) for plane in (0, 1)]  # type: ignore[arg-type]

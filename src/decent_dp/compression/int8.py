@@ -5,7 +5,7 @@ lattice is made for the distance. With the same step on both ends, ``wrap(code_j
 the two rounded values as long as it is less than 128 steps, however large the values are (modulo quantisation, as in
 Moniqua, Lu and De Sa, ICML 2020). Rounding is stochastic, so that it is right in the mean.
 
-The step of a block is a power of two. Both ends must use the same step. So a worker sends a hint to the members of its next
+The step of a block is a power of two. Both ends must use the same step. So a worker sends a hint to the other members of an
 edge, the step for the distance that it expects there, and the largest hint is used. It expects the distance that it has seen
 lately, with a margin. In the beginning all replicas are equal, and it expects a small part of the largest value: a step that
 is enough for any two replicas would round their values coarsely, and it is better not to mix replicas than to move them at
@@ -152,8 +152,6 @@ class Int8(Blockwise):
         self._rejected += 1
         self._rejections[place] += 1
         reach, before, enough = 127 * self._steps[place], self._failed[place], _ENOUGH * self._largest[place]
-        if reach <= before:
-            return  # its hint was sent before the last rejection, and it failed for the same reason
         self._failed[place] = reach
         wider = enough if before else min(_WIDER * reach, enough)
         if reach >= enough:

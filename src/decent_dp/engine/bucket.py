@@ -71,9 +71,7 @@ class Bucket:
         topology: the groups that mix in each round.
 
     Attributes:
-        hint_next: the scale hint for the coming round, made a round ahead of what was proposed then; None before the first.
         in_flight: the exchange that was started, or the round that this worker sits out; None before the first round.
-        hinted: the round for which ``hint_next`` was sent ahead; -1 for none.
         held: differences that are added late, or never (``Held``).
         stale: names of tensors whose values were replaced, so that the difference in flight does not belong to them.
     """
@@ -89,8 +87,6 @@ class Bucket:
         else:
             tensors = [FlatTensor(slots[0].index, plan.numel)]
         self.compression = compression(tensors, plan.dtype, plan.device)
-        self.hint_next: bytes | None = None
-        self.hinted = -1
         self.in_flight: InFlight | None = None
         self.held: list[Held] = []
         self.stale: set[str] = set()
@@ -131,12 +127,6 @@ class Bucket:
     def propose(self, round: Round) -> list[Tensor]:
         """Returns the rule's proposal to the neighbours, one per ``compression.tensors``."""
         return [self.rule.propose(value, state, round) for value, state in zip(self.values, self.states, strict=True)]
-
-    def advance_hint(self, proposal: list[Tensor]) -> bytes:
-        """Returns the hint for this round, and makes that for the next. The first is made just in time."""
-        now = self.compression.hint(proposal) if self.hint_next is None else self.hint_next
-        self.hint_next = self.compression.hint(proposal)
-        return now
 
     def mix(self, in_flight: InFlight, factor: float, edit: Edit | None = None) -> None:
         """Applies the rule to the received message."""
@@ -305,32 +295,30 @@ class Bucket:
                 tensor.copy_(found)
 
     def saved_exchange(self) -> dict[str, dict[str, Tensor]]:
-        """Returns the state of the exchange by tensor name: parts of messages and hints.
+        """Returns the state of the exchange by tensor name: parts of the message, and of its hint.
 
         The entries of a tensor do not depend on its bucket:
 
             sent            the codes in flight, 1-D, in the order of its memory
             records         the records in flight, float64 of shape (blocks, fields)
             hint_in_flight  the hint for the exchange in flight, int8
-            hint_next       the hint for the next round, int8
             ranges          the compression's ranges, float64 of shape (blocks, 4)
 
         Entries that a compression does not need, or that are not in flight, are missing. Tensors may be views of the
         message, which are valid until the next exchange starts.
         """
         sending = self.in_flight if self.in_flight is not None and not self.in_flight.sits_out else None
-        return self._exchange_entries(self.hint_next, None if sending is None else sending.hint)
+        return self._exchange_entries(None if sending is None else sending.hint)
 
-    def _exchange_entries(self, hint_next: bytes | None, hint_in_flight: bytes | None) -> dict[str, dict[str, Tensor]]:
-        """The entries for these hints and the message to be sent; ``hint_in_flight`` is None if no exchange is in flight."""
+    def _exchange_entries(self, hint: bytes | None) -> dict[str, dict[str, Tensor]]:
+        """The entries for the message to be sent and its hint; None: no exchange is in flight."""
         compression, by_tensor = self.compression, self.compression.state()
-        for key, hint in {"hint_in_flight": hint_in_flight, "hint_next": hint_next}.items():
-            if hint is not None and compression.needs_hints:
-                for entries, part in zip(by_tensor, compression.hint_by_tensor(hint), strict=True):
-                    entries[key] = part
-        if hint_in_flight is not None:
+        if hint is not None:
             for entries, parts in zip(by_tensor, compression.unpack(self.messages[0]), strict=True):
                 entries.update(parts)
+            if compression.needs_hints:
+                for entries, part in zip(by_tensor, compression.hint_by_tensor(hint), strict=True):
+                    entries["hint_in_flight"] = part
         if len(by_tensor) < len(self.buffer.names):  # one flat tensor for all, which has codes only
             sent, slots = by_tensor[0].get("sent"), self.buffer.plan.slots
             by_tensor = [{} if sent is None else {"sent": sent[slot.offset : slot.offset + slot.spec.numel]} for slot in slots]
@@ -350,13 +338,9 @@ class Bucket:
         """
         compression, device = self.compression, self.buffer.plan.device
         blank = bytes(compression.hint_nbytes)
-        # Parameters that have had no turn yet have no hint.
-        hinted = all("hint_next" in by_name.get(name, {}) for name in self.buffer.names)
-        wanted = self._exchange_entries(blank if hinted else None, blank if sending else None)
+        wanted = self._exchange_entries(blank if sending else None)
         entries = [_checked(name, by_name.get(name, {}), own) for name, own in wanted.items()]
         if compression.needs_hints:
-            if hinted:
-                self.hint_next = compression.hint_of([entry["hint_next"] for entry in entries])
             compression.load_state(entries)
         if not sending:
             return None

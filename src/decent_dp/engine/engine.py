@@ -6,7 +6,6 @@ finish, start) or synchronous (step, start, finish). A round can also pass witho
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
@@ -22,7 +21,7 @@ from decent_dp.compression import Compression, Lossless
 from decent_dp.engine.bucket import Bucket, Edit, InFlight
 from decent_dp.engine.layout import FlatBuffer, TensorSpec, message_share, plan_buckets, plan_turns
 from decent_dp.engine.outcome import ARRIVED, SAT_OUT, NonFinite, Outcome
-from decent_dp.errors import PeerError, PeerLostError
+from decent_dp.errors import PeerError
 from decent_dp.rules import Gossip, Round, Rule
 from decent_dp.topo import Edge, Topology
 from decent_dp.transport import ExchangeId, ExchangeRequest, Neighbours, Transport, Verdict
@@ -85,7 +84,7 @@ class Engine:
         # By the id of their topology: the rounds of one turn, or of the statistics, follow each other.
         self._nonfinite: dict[int, NonFinite] = {}
         self.started: int | None = None
-        # Rejected blocks and the number of replaced buckets. Bucket numbers are never reused, so that a hint for an old
+        # Rejected blocks and the number of replaced buckets. Bucket numbers are never reused, so that a message for an old
         # bucket is not taken for a new one's.
         self._rejected = self._gone = self._left_out = 0
         self._warned_of_rejections = False
@@ -255,7 +254,7 @@ class Engine:
         if hole:
             edge = Edge([self._transport.rank], 1.0)
         proposal = bucket.propose(round_)
-        hint = self._send_hint(bucket, edge, proposal) if bucket.compression.needs_hints else b""
+        hint = bucket.compression.hint(proposal) if bucket.compression.needs_hints else b""
         # The proposal may be the replica itself, which moves on until an edit sees what was sent, as numbers modulo 256.
         moves = edit is not None and bucket.compression.needs_hints
         near = [value.clone() for value in proposal] if moves else proposal
@@ -434,25 +433,6 @@ class Engine:
         meeting = Topology.meetings(bucket.topology, round_, edge.ranks)
         bucket.compression.begin(tuple(sorted(edge.ranks)), self._transport.rank, meeting)
 
-    def _send_hint(self, bucket: Bucket, edge: Edge, proposal: list[Tensor]) -> bytes:
-        """Sends the hint for the next exchange to the members of its edge, and returns that for this one."""
-        now = bucket.advance_hint(proposal)
-        # In the first round of this process, and after rounds that were left out, no hint was sent ahead.
-        if bucket.hinted != self.round and len(edge.ranks) > 1:
-            self._transport.send_hint(edge, ExchangeId(self.round, bucket.number), now)
-        self._send_hint_ahead(bucket, self.round + 1)
-        return now
-
-    def _send_hint_ahead(self, bucket: Bucket, after: int) -> None:
-        """Sends the hint for the first exchange from round ``after`` on."""
-        round_ = bucket.topology._next_mix(after)
-        edge, hint = bucket.topology.get_edge(round_), bucket.hint_next
-        if hint is not None and len(edge.ranks) > 1:
-            bucket.hinted = round_
-            # A worker may have exited after its last update. If the round comes, its exchange raises.
-            with contextlib.suppress(PeerLostError):
-                self._transport.send_hint(edge, ExchangeId(round_, bucket.number), hint)
-
     # -- saving and resuming -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -518,9 +498,6 @@ class Engine:
         bucket.load_edge_state(state["compression"])
         if not resumed:
             return None
-        if bucket.compression.needs_hints:
-            # Raises here if the edge of the hint cannot be made.
-            bucket.topology.get_edge(bucket.topology._next_mix(state["round"]))
         round_ = _resumed_round(bucket, state)
         edge = None if round_ is None else bucket.topology.get_edge(round_)
         sending = edge is not None and len(edge.ranks) > 1
@@ -545,13 +522,8 @@ class Engine:
                 if hint is None:
                     bucket.in_flight = InFlight(round_, edge)
                 else:
-                    if bucket.compression.needs_hints:
-                        self._transport.send_hint(edge, ExchangeId(number, bucket.number), hint)
                     self._send(bucket, round_, edge, bucket.values, hint, coded=True)
             bucket.stale = stale & set(bucket.buffer.names)
-        for bucket in self.buckets:
-            if bucket.compression.needs_hints:
-                self._send_hint_ahead(bucket, self.round)
 
 
 def _resumed_round(bucket: Bucket, state: Mapping[str, Any]) -> int | None:

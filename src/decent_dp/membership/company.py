@@ -52,7 +52,7 @@ class Company:
         self._coming: tuple[Epoch, Roster] | None = None
         # Since when this worker hears no other one, though some may live.
         self._cut_off_since: float | None = None
-        self._waits = self._is_another_topology = False
+        self._waits = False
         self.joins = 0
         # ``Roster.start`` and ``Roster.dealt`` where the members stay the same.
         self._origin = 0, 0
@@ -102,22 +102,6 @@ class Company:
         self._origin, before = (0, 0), self.roster
         if self.epochs is not None and (epoch := self.epochs.restart()) is not None:
             self._announce(epoch, before, self.epochs.absent)
-            self._is_another_topology = True
-
-    def check(self, round_: int) -> bool:
-        """Logs which workers are silent, gone or back, and looks at the epochs. Called before each round.
-
-        Returns:
-            Whether the topology is another one than at the last call.
-
-        Raises:
-            PeerLostError: too few workers are left (``Tolerate.min_workers``), or this one has been cut off for too long
-                (``Tolerate.partition``).
-            RuntimeError: a thread of this worker has failed (``Neighbours.fail``).
-        """
-        self.look(round_)
-        is_another, self._is_another_topology = self._is_another_topology, False
-        return is_another
 
     def has_to_wait(self, round_: int, *, at_once: bool) -> bool:
         """Whether this worker goes no further at present, since it is cut off, or was stopped and does not know yet in which
@@ -149,7 +133,13 @@ class Company:
         return True
 
     def look(self, round_: int) -> None:
-        """Looks at the others and at the epochs: what ``check`` and ``has_to_wait`` tell from. Raises as they do."""
+        """Logs which workers are silent, gone or back, and looks at the epochs. Called before each round.
+
+        Raises:
+            PeerLostError: too few workers are left (``Tolerate.min_workers``), or this one has been cut off for too long
+                (``Tolerate.partition``).
+            RuntimeError: a thread of this worker has failed (``Neighbours.fail``).
+        """
         self.neighbours.refuse_failed()  # first: to a transport that has failed all others look gone
         gone, left = set(self.neighbours.lost()), set(self.neighbours.left())
         silent, lost = set(self.neighbours.silent()) - left, gone - left
@@ -168,7 +158,7 @@ class Company:
             )
         else:
             self._cut_off_since, self._waits = None, False
-        self._is_another_topology |= self._look_at_epochs(round_, gone | left)
+        self._look_at_epochs(round_, gone | left)
 
     def _say_wanted(self, round_: int) -> None:
         """While the store does not answer, each round wants the same."""
@@ -178,9 +168,9 @@ class Company:
         if self._wishes.again():
             _log.info("round %d: another epoch is wanted (%d times by now), missed are %s", round_, self._wishes.times, missed)
 
-    def _look_at_epochs(self, round_: int, gone: set[int]) -> bool:
+    def _look_at_epochs(self, round_: int, gone: set[int]) -> None:
         if self.epochs is None:
-            return False
+            return
         now, before = time.monotonic(), self.roster
         self._vouched &= gone
         missed = gone & set(self.members) - self._vouched
@@ -201,7 +191,6 @@ class Company:
             (_, old), self._coming = self._coming, None
             for callback in self.callbacks:
                 callback(old, self.roster)
-        return epoch is not None
 
     def _announce(self, epoch: Epoch, before: Roster, absent: frozenset[int]) -> None:
         old = before if self._coming is None else self._coming[1]  # of the one that has not begun yet

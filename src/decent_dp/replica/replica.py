@@ -197,9 +197,7 @@ class Replica(ABC):
         if self.company is not None:
             if self.engine.started is None:
                 self.everyone.leave_process_group()
-            if self.company.check(self.engine.round):
-                for bucket in self.engine.buckets:
-                    bucket.hinted = -1  # it may have gone to another worker
+            self.company.look(self.engine.round)
             self.catch_up()
 
     def use_buckets(self, buckets: list[Bucket]) -> None:

@@ -215,8 +215,6 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None], 
             undo.close()
             raise
         with replica.faults():
-            # Scale hints for the dropped exchange stay in the connections, which drop them when they are closed: nothing
-            # asks for them, as the exchange ids of the new buckets differ.
             replica.engine.drop()
             engine = replica.engine
             write()

@@ -246,7 +246,7 @@ class CompressedExchange(SimulatedExchange):
         edges, round_, buckets = self._edges(t), Round(t), self._buckets
         proposals = {rank: buckets[rank].propose(round_) for edge in edges for rank in edge.ranks}
         needs_hints = buckets[0].compression.needs_hints
-        hints = {rank: buckets[rank].advance_hint(own) for rank, own in proposals.items()} if needs_hints else {}
+        hints = {rank: buckets[rank].compression.hint(own) for rank, own in proposals.items()} if needs_hints else {}
         for edge in edges:
             for rank in edge.ranks:
                 buckets[rank].in_flight = InFlight(round_, edge, hints.get(rank, b""))

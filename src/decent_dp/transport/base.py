@@ -214,17 +214,13 @@ class Transport(ABC):
     def control(self) -> Control: ...
 
     @abstractmethod
-    def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
-        """Sends this worker's hint to the others of ``edge``, which need it to encode for that exchange."""
-
-    @abstractmethod
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         """Begins the exchange of this worker with the others of ``edge`` (at least two ranks), beside the computation.
 
-        The request is encoded, perhaps by another thread, as soon as all hints that it needs are there. After the handle's
-        ``wait``, ``received`` holds the other's message on an edge of two, and the message of the mean of all members on a
-        larger one. Until then ``sent`` and ``received`` belong to the transport. Every member starts its exchanges in the same
-        order of (round, bucket), with messages of one length.
+        The others get the request's hint. It is encoded, perhaps by another thread, as soon as theirs are there. After the
+        handle's ``wait``, ``received`` holds the other's message on an edge of two, and the message of the mean of all members
+        on a larger one. Until then ``sent`` and ``received`` belong to the transport. Every member starts its exchanges in the
+        same order of (round, bucket), with messages of one length.
         """
 
     @abstractmethod

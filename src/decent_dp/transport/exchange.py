@@ -17,6 +17,7 @@ from decent_dp.topo import Edge
 from decent_dp.transport.base import ExchangeId, ExchangeRequest, Explain, Handle, Verdict
 from decent_dp.transport.link import Key, Pair, Receiving, Sending
 from decent_dp.transport.liveness import WireNeighbours
+from decent_dp.transport.messages import HINT
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.profiling import profiled
 from decent_dp.transport.reduction_tree import Branch, Place, find_place, group_by_node
@@ -27,9 +28,9 @@ from decent_dp.transport.wire import Wire
 
 __all__ = ["WireExchanges"]
 
-# Slots of the messages of an exchange: the only one of a pair, the hint, and those of a group, for each chunk one up the tree
+# Slots of an exchange: the only message of a pair, the hint (HINT), and the messages of a group, for each chunk one up the tree
 # and one down. Messages with an even slot need these two workers only; a mean, which goes down, needs others, too.
-_WHOLE, _HINT, _UP, _DOWN = 0, 1, 2, 3
+_WHOLE, _UP, _DOWN = 0, 2, 3
 
 # Bytes, and seconds, that are coded before the transport's thread moves messages again.
 _STRIDE, _STRIDE_FOR = 2**18, 1e-3
@@ -150,7 +151,7 @@ class _WireHandle(Handle):
 
     def _missing(self) -> list[int]:
         """The workers that keep the exchange waiting, as far as this worker can know."""
-        hint = _key(self._exchange_id, _HINT)
+        hint = _key(self._exchange_id, HINT)
         without_hint = [peer for peer in self._others if self._wire.mailbox.waits_for(peer, hint)]
         slots = {peer: self._wire.open_slots(peer, hint[:2]) for peer in self._others}
         behind = [peer for peer in self._others if any(slot % 2 == 0 for slot in slots[peer])]
@@ -180,7 +181,7 @@ class _SettledHandle(_WireHandle):
 
     def settle(self, verdict: Verdict) -> None:
         self._settled = verdict
-        self._wire.mailbox.forget(self._peer, _key(self._exchange_id, _HINT))
+        self._wire.mailbox.forget(self._peer, _key(self._exchange_id, HINT))
         self._read.set()
         if verdict is Verdict.NEITHER:
             self._done.set()
@@ -259,10 +260,6 @@ class WireExchanges:
                 raise self._explain(error, [peer], exchange_id) from error
         return others
 
-    def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
-        for peer in self.connect(edge, exchange_id):
-            self._wire.send_note(peer, _key(exchange_id, _HINT), text)
-
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         others = self.connect(edge, request.exchange_id)
         arguments = request, others, self._timeout, self._wire, self._explain
@@ -317,7 +314,9 @@ class WireExchanges:
                 pass
 
         if request.compression.needs_hints:
-            key = _key(request.exchange_id, _HINT)
+            key = _key(request.exchange_id, HINT)
+            for peer in others:
+                self._wire.send_hint(peer, key, request.hint)
             self._wire.mailbox.when_noted(others, key, _on_this_stream(schedule, request.sent))
             if isinstance(handle, _SettledHandle) and handle.failed:  # in the meantime
                 self._wire.mailbox.forget(others[0], key)

@@ -23,7 +23,6 @@ from decent_dp.errors import WireError
 from decent_dp.transport.channels import SMALL, Channel, Network, Rate, WireLink
 from decent_dp.transport.link import Key, Link, LinkState, Message, Receiving, Sending
 from decent_dp.transport.messages import (
-    ACK,
     ASK,
     ASKS,
     BEAT,
@@ -32,7 +31,7 @@ from decent_dp.transport.messages import (
     CALL,
     DATA,
     GOT,
-    HEADER_BYTES,
+    HINT,
     LARGEST_FRAME,
     OFFERS,
     PAUSES,
@@ -65,7 +64,7 @@ class Flow:
     Args:
         rank: this worker's.
         local: the workers that share this one's network stack.
-        on_note: called with the peer, the key and the bytes of a CALL or a BLOCK.
+        on_call: called with the peer, the key and the bytes of a CALL or a BLOCK; ``on_hint``: of a hint.
         on_open: called with the peer when there is a connection, perhaps in place of a lost one.
         hang_up: closes the connections of a link.
 
@@ -83,12 +82,13 @@ class Flow:
         self,
         rank: int,
         local: frozenset[int],
-        on_note: Callable[[int, Key, bytes], None],
+        on_call: Callable[[int, Key, bytes], None],
+        on_hint: Callable[[int, Key, bytes], None],
         on_open: Callable[[int], None],
         hang_up: Callable[[WireLink], None],
     ) -> None:
         self._rank, self._local = rank, local
-        self._on_note, self._on_open, self._hang_up = on_note, on_open, hang_up
+        self._on_call, self._on_hint, self._on_open, self._hang_up = on_call, on_hint, on_open, hang_up
         self._networks = {local: Network(local) for local in (True, False)}
         self._order = itertools.count()
         self.links: dict[int, WireLink] = {}
@@ -118,8 +118,8 @@ class Flow:
             self.reconnects += link.lost is not None
             link.lost = None
             self.settlement.repeat(link)
-        for note in (note for notes in link.notes.values() for note in notes):
-            control.send(note[:HEADER_BYTES], note[HEADER_BYTES:])
+        for key, hint in link.hints.values():
+            control.send(pack(START, key), hint)
         for receiving in list(link.receivings.values()):
             self._begin(link, receiving)
         for sending in list(link.sendings.values()):
@@ -381,10 +381,12 @@ class Flow:
         """
         kind, key = header.kind, header.key
         if kind in (CALL, BLOCK):
-            self._on_note(link.peer, key, body)
+            self._on_call(link.peer, key, body)
             return
         self._hear_round(link, header)
-        if kind == START:
+        if kind == START and key[2] == HINT:
+            self._on_hint(link.peer, key, body)
+        elif kind == START:
             self.settlement.join(link, key)
             self._hear_start(link, header)
         elif kind == BEAT:
@@ -424,12 +426,16 @@ class Flow:
             for early in [early for early in link.early if early[1:] == key[1:] and early[0] < key[0]]:
                 del link.early[early]
 
-    def send_note(self, peer: int, key: Key, text: bytes) -> None:
-        """Sends a few bytes that are not asked for."""
+    def send_hint(self, peer: int, key: Key, hint: bytes) -> None:
         link = self.link(peer)
-        is_hint = key[1] < ACK
-        if is_hint and (self.tolerant or link.control is None) and link.state is not LinkState.GONE:
-            link.keep_note(key[1], pack(CALL, key) + text)
+        if (self.tolerant or link.control is None) and link.state is not LinkState.GONE:
+            link.hints[key[1]] = key, hint
+        if link.control is not None:
+            link.control.send(pack(START, key), hint)
+
+    def send_note(self, peer: int, key: Key, text: bytes) -> None:
+        """Sends a few bytes of the control plane."""
+        link = self.link(peer)
         channel = link.bulk if key[1] == BLOCKS else link.control
         if channel is not None:
             channel.send(pack(BLOCK if key[1] == BLOCKS else CALL, key), text)

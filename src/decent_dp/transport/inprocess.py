@@ -166,15 +166,14 @@ class InProcessTransport(Transport):
     def close(self) -> None:
         return
 
-    def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
-        self._hub.put(("note", tuple(sorted(edge.ranks)), exchange_id), self.rank, text)
-
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         ranks, exchange_id = tuple(sorted(edge.ranks)), request.exchange_id
         hints: list[bytes] = []
         if request.compression.needs_hints:
+            hinted = "hint", ranks, exchange_id
+            self._hub.put(hinted, self.rank, request.hint)
             try:
-                hints = list(self._hub.collect(("note", ranks, exchange_id), edge.ranks, str(exchange_id)).values())
+                hints = list(self._hub.collect(hinted, edge.ranks, str(exchange_id)).values())
             except PeerLostError:
                 if self.neighbours is None:
                     raise

@@ -8,7 +8,6 @@ import math
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -142,8 +141,7 @@ class Link(ABC):
         round: the latest round in which the peer is known to be; ``epoch``: the newest that it is known to know.
         start: the first round of a peer that has joined.
         votes, pairs: where faults are tolerated: of the exchanges with the peer, and the open ones by bucket.
-        notes: where faults are tolerated: the last two notes for each bucket, for this exchange and the next, to be sent again
-            on a new connection.
+        hints: by bucket: the last one sent, and its key, to be sent again on a new connection.
         refused: nobody listens at the peer's address, since the connection was lost.
         lost: why it was, until it is made again. ``losses``: how often.
         patience: seconds for which this worker still waits for a living peer that is not in its exchange. Each round adds a
@@ -160,7 +158,7 @@ class Link(ABC):
         self.round = self.start = -1
         self.votes = Votes()
         self.pairs: dict[int, Pair] = {}
-        self.notes: dict[int, deque[bytes]] = {}
+        self.hints: dict[int, tuple[Key, bytes]] = {}
         self.closed: str | None = None
         self.cause: BaseException | None = None
         self.lost: str | None = None
@@ -186,14 +184,11 @@ class Link(ABC):
     def has_begun(self, key: Key) -> bool:
         """Whether the peer is known to be in the exchange of a message."""
 
-    def keep_note(self, bucket: int, frame: bytes) -> None:
-        self.notes.setdefault(bucket, deque(maxlen=2)).append(frame)
-
     def forget_rounds(self) -> None:
         """Rounds may be earlier ones from now on."""
         self.round = self.start = self._late_round = self._resting = self._waited_in = -1
         self._left_out = 0
-        self.notes.clear()
+        self.hints.clear()
 
     # -- exchanges that take much longer than usual ---------------------------------------------------------------------
 

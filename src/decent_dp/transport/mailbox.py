@@ -11,7 +11,7 @@ from decent_dp.transport.link import Key
 
 __all__ = ["Mailbox"]
 
-# Notes of a bucket that are kept for each peer, as there is one for each exchange and one for the next, and their bytes.
+# Hints of a bucket that are kept for each peer, which may be ahead, and the bytes of all.
 _NOTES, _NOTE_BYTES = 4, 2**26
 
 

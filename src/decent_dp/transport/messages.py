@@ -7,7 +7,7 @@ A message is a header of fixed length (``pack``) and, for some kinds, a body in 
 | HELLO | both | the dialling worker first, then both in turn: who they are (``hello``) | is refused |
 | REFUSED | both | the listening worker: why there will be no connection | changes nothing |
 | BEAT | control | both, regularly and when asked: round, epoch, paused | replaces the one before |
-| START | control | a receiver: what it has of a message and how far it wants it; a sender: that there is one | replaces it |
+| START | control | a receiver: what it has of a message, and how far it wants it; a sender: a hint, or an offer | replaces it |
 | DATA | bulk | the sender of a message that is wanted: a part; inside a node over control if a frame can hold it | is dropped |
 | VOTE | control | both, about an exchange: GOT, DROP, or ASK for the other's (``votes``) | changes nothing |
 | CALL | control | both: a few bytes of an agreement or of a collective, for its key | is dropped there |
@@ -17,8 +17,8 @@ A message is a header of fixed length (``pack``) and, for some kinds, a body in 
 
 A message of an exchange is identified by its ``Key``. The receiver opens the flow: it wants bytes of the earliest exchange
 first, and never more than a window ahead. So a worker that is ahead does not fill its peer's link with its next round. In an
-exchange of two each START also says that its sender is in the exchange, with a message of its own. What was not asked for is
-dropped, and counted.
+exchange of two each START also says that its sender is in the exchange, with a message of its own. A hint is a START with a
+slot of its own (``HINT``). What was not asked for is dropped, and counted.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ __all__ = [
     "GOT",
     "HEADER_BYTES",
     "HELLO",
+    "HINT",
     "LARGEST_FRAME",
     "OFFERS",
     "PAUSES",
@@ -60,6 +61,8 @@ __all__ = [
 
 VERSION = 7
 HELLO, REFUSED, BEAT, START, DATA, VOTE, CALL, BLOCK, STATE, BYE = range(1, 11)
+# The slot of a hint: what the others of an exchange need to encode for it, the body of its START.
+HINT = 1
 # Flags of a VOTE.
 GOT, DROP, ASK = 6, 7, 8
 # Flags of a BEAT: the sender wants one in return; it makes no rounds at present. Flag of a START: the sender of the START has

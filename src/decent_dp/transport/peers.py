@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from decent_dp.topo import Edge
-from decent_dp.transport.base import Control, ExchangeId, ExchangeRequest, Handle, Transport
+from decent_dp.transport.base import Control, ExchangeRequest, Handle, Transport
 
 __all__ = ["Peers"]
 
@@ -42,9 +42,6 @@ class Peers(Transport):
 
     def close(self) -> None:
         self._whole.close()
-
-    def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
-        self._whole.send_hint(self._in_whole(edge), exchange_id, text)
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         # The request keeps the numbers of this part, which only seed its rounding.

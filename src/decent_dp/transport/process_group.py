@@ -284,9 +284,6 @@ class ProcessGroupTransport(Transport):
             return self._nccl_groups(ranks) if group else self._nccl_pairs()
         return self._exchanges
 
-    def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
-        self._exchanges.send_hint(edge, exchange_id, text)
-
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         return self.choose(edge, request).start(edge, request)
 

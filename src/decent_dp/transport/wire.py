@@ -26,7 +26,7 @@ from decent_dp.transport.link import Key, LinkState, Receiving, Sending
 from decent_dp.transport.listening import Doorman
 from decent_dp.transport.liveness import WireNeighbours
 from decent_dp.transport.mailbox import Mailbox
-from decent_dp.transport.messages import ACK, BYE, Header, pack
+from decent_dp.transport.messages import BYE, Header, pack
 from decent_dp.transport.neighbours import Stream
 from decent_dp.transport.polling import Polling
 from decent_dp.transport.reading import Reader
@@ -102,7 +102,7 @@ class Wire:
         self._polling = Polling(sockets)
         # Connections that stay open after a BYE for its answer, and until when.
         self._leaving: dict[Channel, float] = {}
-        self._flow = Flow(identity.rank, local, self._keep_note, self._connected, self._hang_up)
+        self._flow = Flow(identity.rank, local, self._hear_call, self.mailbox.keep, self._connected, self._hang_up)
         self._authenticator = sockets.authenticator
         self._doorman = Doorman(
             identity,
@@ -236,9 +236,9 @@ class Wire:
     def receive(self, receiving: Receiving) -> None:
         self.call(lambda: self._flow.add_receiving(receiving))
 
-    def send_note(self, peer: int, key: Key, text: bytes) -> None:
-        """Sends a few bytes that are not asked for. They are lost without an error if the peer is gone."""
-        self.call(lambda: self._flow.send_note(peer, key, text))
+    def send_hint(self, peer: int, key: Key, hint: bytes) -> None:
+        """Sends what the peer needs to encode for an exchange. It is lost without an error if the peer is gone."""
+        self.call(lambda: self._flow.send_hint(peer, key, hint))
 
     def last_progress(self, peer: int) -> float:
         """When a part of a message last came from ``peer`` or went to it, on the monotonic clock; 0 for never."""
@@ -414,8 +414,8 @@ class Wire:
         if waiting is not None:
             waiting.set_result(None)
 
-    def _keep_note(self, peer: int, key: Key, text: bytes) -> None:
-        (self.mailbox.keep if key[1] < ACK else self.control_plane.hear)(peer, key, text)
+    def _hear_call(self, peer: int, key: Key, text: bytes) -> None:
+        self.control_plane.hear(peer, key, text)
 
     def _view(self, peer: int) -> View:
         """What the control plane is to know of a peer; any thread may ask."""
