@@ -17,11 +17,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 __all__ = ["close_default_group", "own_default_group"]
 
 _NAME = "decent_dp_closed"
-_OPERATIONS = (
-    *("_allgather_base", "_reduce_scatter_base", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced"),
-    *("allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "monitored_barrier"),
-    *("recv", "recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_tensor_coalesced", "scatter", "send"),
-)
+# Versions of torch differ in the names of the collectives.
+_WORDS = ("all_to_all", "alltoall", "barrier", "broadcast", "gather", "recv", "reduce", "scatter", "send")
+_OPERATIONS = [name for name in vars(dist.ProcessGroup) if any(word in name for word in _WORDS)]
 
 # The default groups that this library has made.
 _own: weakref.WeakSet[Any] = weakref.WeakSet()
