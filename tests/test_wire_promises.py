@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing.util import Finalize
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +20,8 @@ import torch
 import zmq
 
 import decent_dp
-from decent_dp.transport import addresses, communicators
+from decent_dp.topo import Edge
+from decent_dp.transport import ProcessGroupTransport, addresses, communicators
 from decent_dp.transport.channels import Channel, Rate
 from decent_dp.transport.communicators import UnreachableError
 from decent_dp.transport.flow import Flow
@@ -53,6 +56,38 @@ def test_the_options_of_sockets(encrypted):
         assert (sockets.authenticator is not None) == encrypted
     finally:
         sockets.close_all()
+
+
+def test_what_was_sent_goes_out_when_a_worker_ends():
+    here, there = Sockets(10.0, breaks=False), Sockets(10.0, breaks=False)
+    try:
+        listener = there.listen("tcp://127.0.0.1:*")
+        dialled = here.dial(listener.endpoint, b"id", None, b"")
+        assert dialled.zmq.poll(5000, zmq.POLLOUT)
+        for _ in range(32):
+            dialled.zmq.send(bytes(2**20))
+        here.close_all()
+        listener.zmq.set(zmq.RCVTIMEO, 500)
+        assert sum(len(listener.zmq.recv_multipart()[1]) for _ in range(32)) == 2**25
+    finally:
+        there.close_all()
+
+
+def ends_without_a_close(rank: int, n: int, path: Path) -> None:
+    transport = ProcessGroupTransport()
+    transport.prepare([Edge([0, 1], 0.5)])
+    thread = transport._wire._thread
+
+    def look() -> None:
+        (path / str(rank)).write_text(str(thread.is_alive()))
+
+    Finalize(None, look, exitpriority=1)
+
+
+def test_a_process_that_ends_without_a_close_sends_what_it_has(workers, tmp_path):
+    """It has done its exchanges, which nobody acknowledges inside a node."""
+    workers(2, ends_without_a_close, tmp_path)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["False", "False"]
 
 
 def test_an_address_in_use():

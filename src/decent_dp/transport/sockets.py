@@ -31,6 +31,8 @@ if zmq.pyzmq_version_info()[:2] < _OLDEST:
 # zmq's sockets are generic in the type of what they receive.
 ZmqSocket: TypeAlias = Any
 
+# Seconds for which a worker that ends waits until the kernel has what was sent.
+_LINGER = 0.2
 # Seconds that a connection may take to speak ZeroMQ, and to prove its key.
 _HANDSHAKE = 3.0
 # Sockets of a worker: a partner needs two, and each has a monitor, which takes two.
@@ -210,11 +212,12 @@ class Sockets:
 
     def close_all(self) -> None:
         for made in self._made:
+            made.zmq.set(zmq.LINGER, int(1000 * _LINGER))
             made.close()
         self._made.clear()
         if self.authenticator is not None:
             self.authenticator.close()
-        self._context.destroy(linger=0)
+        self._context.term()
 
 
 def shut_down(descriptor: int, inode: int) -> None:

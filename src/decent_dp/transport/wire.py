@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from multiprocessing.util import Finalize
 
 from decent_dp.transport.agreement import View
 from decent_dp.transport.channels import Channel, WireLink
@@ -147,6 +148,8 @@ class Wire:
         self._closing: float | None = None
         self._thread = threading.Thread(target=self._run, name="decent_dp-transport", daemon=True)
         _WIRES.add(self)
+        # A process may end right after its last exchange, without a close: what libzmq has of it still goes out.
+        self._at_exit = Finalize(None, _close_at_exit, args=(weakref.ref(self),), exitpriority=10)
         self._thread.start()
 
     # -- called by any thread -----------------------------------------------------------------------------------------
@@ -317,6 +320,7 @@ class Wire:
             says_bye: this worker has done what it was to do. Else it has failed, and counts as dead.
         """
         if self._closing is None:
+            self._at_exit.cancel()
             self._closing = time.monotonic() + (_LINGER if says_bye else 0.0)
             with contextlib.suppress(RuntimeError):
                 self.call(self._say_bye if says_bye else lambda: None)
@@ -567,6 +571,11 @@ class Wire:
 
 
 _WIRES: weakref.WeakSet[Wire] = weakref.WeakSet()
+
+
+def _close_at_exit(wire: weakref.ref[Wire]) -> None:
+    if (found := wire()) is not None:
+        found.close(says_bye=False)
 
 
 def _end_in_child() -> None:
