@@ -18,12 +18,13 @@ __all__ = ["SMALL", "Channel", "Network", "Rate", "WireLink"]
 
 # Messages of at most so many bytes are wanted as a whole at once: waiting would take longer than the message.
 SMALL = 2**14
-# Bytes that are wanted and have not arrived: so many, but no more than a link moves in an eighth of a second, which is what the
-# queue of a shaped link holds; at least what it moves in 50 ms; and from one peer alone twice what the way holds, its rate
-# times the time in which a request takes effect, up to half a second of it, as heartbeats and votes wait behind them. With
-# less, a link starves while the next request waits behind the data of the other direction. With more, queues overflow, and two
-# streams share a link for long at a change of rounds (docs/log.md, 2026-11-21, "why full links ran dry").
-_USUAL, _USUAL_SECONDS, _LEAST_SECONDS, _MOST_SECONDS = 2**19, 0.125, 0.05, 0.5
+# Bytes that are wanted and have not arrived: so many, but no more than a link moves in a quarter of a second, as a request
+# waits in the queue of the other direction, and its bytes in this one's; at least what it moves in 50 ms; and from one peer
+# alone twice what the way holds, its rate times the time in which a request takes effect, up to half a second of it, as
+# heartbeats and votes wait behind them. With less, a link starves while the next request waits behind the data of the other
+# direction. With more, queues overflow, and two streams share a link for long at a change of rounds (docs/log.md, 2026-11-21,
+# "why full links ran dry").
+_USUAL, _USUAL_SECONDS, _LEAST_SECONDS, _MOST_SECONDS = 2**19, 0.25, 0.05, 0.5
 # Bytes that are wanted ahead at least, and of a peer whose rate is not known.
 _LEAST, _UNKNOWN = 2**16, 2**17
 # From the peers of a group a chunk of each, so that one that is busy with others does not keep the rest waiting, up to 3 MiB
