@@ -287,7 +287,7 @@ def test_what_is_on_its_way_is_bounded_by_time():
     receiving = message(Receiving, (0, 0, 2), 2**25)
     wires.flow.add_receiving(receiving)
     wires.hear(receiving.key, OFFERS, 0, 0, 2**25)
-    assert wires.link.outstanding == receiving.granted == 125_000
+    assert wires.link.outstanding == receiving.granted == 250_000
 
 
 def test_a_start_that_comes_before_the_exchange_is_kept():
