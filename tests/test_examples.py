@@ -156,7 +156,6 @@ EVENTS = [
     *timed("PyTorch DDP", "AdamW", 2.0, 4.0, 9.0),
     *timed("ring", "AdamW", 1.0, 4.4, 9.9),
 ]
-COMPLETE = [event("complete", "AdamW", 0, 0.97), *timed("complete", "AdamW", 3.0, 6.0, 13.5)]
 
 
 def test_the_table() -> None:
@@ -200,7 +199,6 @@ def test_the_verdict_says_whether_the_promises_are_kept() -> None:
     assert accuracy.endswith("NOT KEPT.")
     assert "1.10" in time
     assert time.endswith("NOT KEPT.")
-    assert compare.verdict(compare.make_lines([*EVENTS, *COMPLETE]), others=0.1) == [accuracy, time], "it is not judged"
     better = [*EVENTS[:1], event("PyTorch DDP", "AdamW", 0, 0.9), event("ring", "AdamW", 0, 0.95), *EVENTS[5:]]
     accuracy, _ = compare.verdict(compare.make_lines(better), others=0.0)
     assert "5.00 points above DDP" in accuracy

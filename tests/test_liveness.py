@@ -164,14 +164,14 @@ def test_old_notes_go_and_too_many_are_refused(monkeypatch):
     for round_ in range(10):
         box.keep(1, (round_, 0, 1), b"note")
     heard: list[list[bytes]] = []
-    box.when_noted([1], (9, 0, 1), heard.append)
-    box.when_noted([1], (2, 0, 1), heard.append)  # was dropped: it is waited for
+    box.when_hinted([1], (9, 0, 1), heard.append)
+    box.when_hinted([1], (2, 0, 1), heard.append)  # was dropped: it is waited for
     assert heard == [[b"note"]]
     assert box.waits_for(1, (2, 0, 1))
     box.forget(1, (2, 0, 1))
     assert not box.waits_for(1, (2, 0, 1))
-    monkeypatch.setattr(mailbox_module, "_NOTE_BYTES", 1000)
+    monkeypatch.setattr(mailbox_module, "_HINT_BYTES", 1000)
     for bucket in range(250):
         box.keep(2, (0, bucket, 1), b"note")
-    with pytest.raises(WireError, match="worker 2 has sent more than 1000 bytes of notes"):
+    with pytest.raises(WireError, match="worker 2 has sent more than 1000 bytes of hints"):
         box.keep(2, (0, 250, 1), b"note")

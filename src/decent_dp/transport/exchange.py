@@ -317,7 +317,7 @@ class WireExchanges:
             key = _key(request.exchange_id, HINT)
             for peer in others:
                 self._wire.send_hint(peer, key, request.hint)
-            self._wire.mailbox.when_noted(others, key, _on_this_stream(schedule, request.sent))
+            self._wire.mailbox.when_hinted(others, key, _on_this_stream(schedule, request.sent))
             if isinstance(handle, _SettledHandle) and handle.failed:  # in the meantime
                 self._wire.mailbox.forget(others[0], key)
         else:

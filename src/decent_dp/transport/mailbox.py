@@ -1,4 +1,4 @@
-"""Notes of other workers, kept until somebody asks for them."""
+"""Hints of other workers, kept until this one is in their exchange."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from decent_dp.transport.link import Key
 __all__ = ["Mailbox"]
 
 # Hints of a bucket that are kept for each peer, which may be ahead, and the bytes of all.
-_NOTES, _NOTE_BYTES = 4, 2**26
+_HINTS, _HINT_BYTES = 4, 2**26
 
 
 class Mailbox:
@@ -25,35 +25,35 @@ class Mailbox:
     def __init__(self, call: Callable[[Callable[[], None]], None]) -> None:
         self._call = call
         # By peer, and bucket and slot: the texts by key.
-        self._notes: defaultdict[tuple[int, tuple[int, int]], dict[Key, bytes]] = defaultdict(dict)
+        self._hints: defaultdict[tuple[int, tuple[int, int]], dict[Key, bytes]] = defaultdict(dict)
         self._bytes: Counter[int] = Counter()
         self._waiting: dict[tuple[int, Key], Callable[[], None]] = {}
         self._lock = threading.Lock()
 
     def keep(self, peer: int, key: Key, text: bytes) -> None:
-        """A note has come. Of many that nobody has asked for only the last ones are kept.
+        """A hint has come. Of many that nobody has asked for only the last ones are kept.
 
         Raises:
             WireError: the peer has sent too much.
         """
         with self._lock:
-            notes = self._notes[peer, key[1:]]
-            if len(notes) >= _NOTES and key not in notes:
-                self._bytes[peer] -= len(notes.pop(min(notes)))
-            self._bytes[peer] += len(text) - len(notes.get(key, b""))
-            notes[key] = text
-            if self._bytes[peer] > _NOTE_BYTES:
-                raise WireError(f"worker {peer} has sent more than {_NOTE_BYTES} bytes of notes that nobody has asked for")
+            hints = self._hints[peer, key[1:]]
+            if len(hints) >= _HINTS and key not in hints:
+                self._bytes[peer] -= len(hints.pop(min(hints)))
+            self._bytes[peer] += len(text) - len(hints.get(key, b""))
+            hints[key] = text
+            if self._bytes[peer] > _HINT_BYTES:
+                raise WireError(f"worker {peer} has sent more than {_HINT_BYTES} bytes of hints that nobody has asked for")
             self._waiting.pop((peer, key), lambda: None)()
 
     def waits_for(self, peer: int, key: Key) -> bool:
         return (peer, key) in self._waiting
 
-    def when_noted(self, peers: list[int], key: Key, then: Callable[[list[bytes]], None]) -> None:
-        """Calls ``then`` with the notes of ``peers``: at once if all are there, else in the transport's thread."""
+    def when_hinted(self, peers: list[int], key: Key, then: Callable[[list[bytes]], None]) -> None:
+        """Calls ``then`` with the hints of ``peers``: at once if all are there, else in the transport's thread."""
 
         def missing() -> list[int]:  # under the lock
-            return [peer for peer in peers if key not in self._notes[peer, key[1:]]]
+            return [peer for peer in peers if key not in self._hints[peer, key[1:]]]
 
         def take() -> list[bytes] | None:
             return None if missing() else [self._take(peer, key) for peer in peers]
@@ -71,11 +71,11 @@ class Mailbox:
             then(found)
 
     def _take(self, peer: int, key: Key) -> bytes:
-        text = self._notes[peer, key[1:]].pop(key)
+        text = self._hints[peer, key[1:]].pop(key)
         self._bytes[peer] -= len(text)
         return text
 
     def forget(self, peer: int, key: Key) -> None:
-        """Nobody waits for this note any more."""
+        """Nobody waits for this hint any more."""
         with self._lock:
             self._waiting.pop((peer, key), None)
