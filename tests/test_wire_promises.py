@@ -44,7 +44,7 @@ def test_the_options_of_sockets(encrypted):
         dialled = sockets.dial(control.endpoint, b"id", curve, curve.public if curve else b"")
         for made in (control, bulk, dialled):
             for option, value in (
-                *((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.IMMEDIATE, 1), (zmq.RECONNECT_IVL, -1)),
+                *((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.IMMEDIATE, 0), (zmq.RECONNECT_IVL, 2**29)),
                 *((zmq.MAXMSGSIZE, LARGEST_FRAME + HEADER_BYTES), (zmq.HANDSHAKE_IVL, 3000)),
                 *((zmq.HEARTBEAT_IVL, 0 if made is bulk else 500), (zmq.MECHANISM, zmq.CURVE if encrypted else zmq.NULL)),
             ):
@@ -88,6 +88,45 @@ def test_a_process_that_ends_without_a_close_sends_what_it_has(workers, tmp_path
     """It has done its exchanges, which nobody acknowledges inside a node."""
     workers(2, ends_without_a_close, tmp_path)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["False", "False"]
+
+
+def test_what_came_before_the_end_of_a_connection_can_be_read():
+    """At either end: one that was dialled drops what was not read if it may not wait for another connection."""
+    here, there = (Sockets(10.0, breaks=False) for _ in range(2))
+    listener = there.listen("tcp://127.0.0.1:*")
+    dialled = here.dial(listener.endpoint, b"id", None, b"")
+    assert dialled.monitor.poll(1000 * SECONDS)
+    dialled.zmq.send(b"x")
+    assert listener.zmq.poll(1000 * SECONDS)
+    name, _ = listener.zmq.recv_multipart()
+    for i in range(20):
+        listener.zmq.send_multipart([name, content(i, 1000)])
+    there.close_all()
+    deadline = time.monotonic() + SECONDS
+    while not any(event.is_end for event in dialled.events()):
+        assert time.monotonic() < deadline
+    assert dialled.zmq.poll(1000 * SECONDS)
+    assert [dialled.zmq.recv(zmq.NOBLOCK) for _ in range(20)] == [content(i, 1000) for i in range(20)]
+    here.close_all()
+
+
+def test_the_end_of_the_bulk_connection_is_not_that_of_the_messages():
+    """Two connections of a process that has ended end in any order, and its last message came over the other one."""
+    net = Net(2, near=True)
+    try:
+        net.connect()
+        arrived = receive(net.wires[0], 1, (0, 0, 0), 1000)
+        bulk = net.wires[0]._flow.links[1].bulk
+        assert bulk is not None
+        net.wires[0].call(lambda: net.wires[0]._end(bulk))
+        sent = content(0, 1000)
+        send(net.wires[1], 0, (0, 0, 0), sent)
+        assert arrived.result(SECONDS) == sent
+        late = receive(net.wires[0], 1, (1, 0, 0), 1000)
+        with pytest.raises(ConnectionError, match="closed by the peer"):
+            late.result(SECONDS)
+    finally:
+        net.close()
 
 
 def test_an_address_in_use():

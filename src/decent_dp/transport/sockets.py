@@ -33,6 +33,9 @@ ZmqSocket: TypeAlias = Any
 
 # Seconds for which a worker that ends waits until the kernel has what was sent.
 _LINGER = 0.2
+# Milliseconds, for days: a socket is closed once its connection has ended. At -1, or with IMMEDIATE, libzmq would at once drop
+# what has come over it and was not read yet.
+_NEVER = 2**29
 # Seconds that a connection may take to speak ZeroMQ, and to prove its key.
 _HANDSHAKE = 3.0
 # Sockets of a worker: a partner needs two, and each has a monitor, which takes two.
@@ -108,8 +111,7 @@ class Socket:
         self.zmq: ZmqSocket = context.socket(kind)
         self.zmq.set(zmq.MAXMSGSIZE, LARGEST_FRAME + HEADER_BYTES)
         self.zmq.set(zmq.HANDSHAKE_IVL, int(1000 * _HANDSHAKE))
-        self.zmq.set(zmq.IMMEDIATE, 1)
-        self.zmq.set(zmq.RECONNECT_IVL, -1)
+        self.zmq.set(zmq.RECONNECT_IVL, _NEVER)
         if self.is_router:
             self.zmq.set(zmq.ROUTER_MANDATORY, 1)
             self.zmq.set(zmq.BACKLOG, 1024)

@@ -42,6 +42,8 @@ _log = logging.getLogger(__name__)
 
 # Seconds that closing may take until the others have what was sent.
 _LINGER = 10.0
+# Seconds between the ends of both connections to a process that has ended, at most.
+_LAST = 1.0
 # Seconds between two looks at what no event reports.
 _LOOK = 0.05
 # Seconds between two heartbeats, at most.
@@ -394,7 +396,19 @@ class Wire:
         """A connection has ended. What came before is read first."""
         if not channel.socket.zmq.closed:
             self._reader.read(channel.socket, math.inf)
-        self._lose(channel)
+        link = channel.link
+        if (
+            link is not None
+            and channel is link.bulk
+            and link.control is not None
+            and link.network.local
+            and not self._flow.tolerant
+        ):
+            # The peer has ended. Its last messages may still come over the other connection, as nobody says that they have.
+            self._leaving.setdefault(link.control, time.monotonic() + _LAST)
+            self._polling.hang_up(channel)
+        else:
+            self._lose(channel)
 
     def _lose(self, channel: Channel) -> None:
         self._leaving.pop(channel, None)
