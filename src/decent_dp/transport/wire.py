@@ -397,13 +397,8 @@ class Wire:
         if not channel.socket.zmq.closed:
             self._reader.read(channel.socket, math.inf)
         link = channel.link
-        if (
-            link is not None
-            and channel is link.bulk
-            and link.control is not None
-            and link.network.local
-            and not self._flow.tolerant
-        ):
+        is_bulk = link is not None and channel is link.bulk
+        if link is not None and link.control is not None and is_bulk and link.network.local and not self._flow.tolerant:
             # The peer has ended. Its last messages may still come over the other connection, as nobody says that they have.
             self._leaving.setdefault(link.control, time.monotonic() + _LAST)
             self._polling.hang_up(channel)
