@@ -76,6 +76,7 @@ def test_what_was_sent_goes_out_when_a_worker_ends():
 def ends_without_a_close(rank: int, n: int, path: Path) -> None:
     transport = ProcessGroupTransport()
     transport.prepare([Edge([0, 1], 0.5)])
+    transport.control.gather(None)  # both are connected
     thread = transport._wire._thread
 
     def look() -> None:

@@ -22,10 +22,10 @@ __all__ = ["Doorman"]
 
 _log = logging.getLogger(__name__)
 
-# Seconds in which a connection must have proven itself.
-_PROVEN = 10.0
-# Connections that have said hello and proven nothing, and keys that are looked up at once, at most.
-_VISITORS, _LOOKUPS = 1024, 4
+# Seconds in which a connection must have proven itself. libzmq keeps what it sends meanwhile, if nobody needs a key to connect.
+_PROVEN = 3.0
+# At most: connections that have said hello and proven nothing, all that have proven nothing, keys that are looked up at once.
+_VISITORS, _STRANGERS, _LOOKUPS = 1024, 4096, 16
 
 
 @dataclass(eq=False)
@@ -87,6 +87,8 @@ class Doorman:
         of = socket, event.descriptor
         if event.kind == zmq.EVENT_ACCEPTED:
             self._strangers[of] = time.monotonic(), event.inode
+            if len(self._strangers) > _STRANGERS:
+                self._turn_away(*next(iter(self._strangers)))
         elif event.kind == zmq.EVENT_DISCONNECTED:
             if self._strangers.pop(of, None) is not None:
                 self._forget([guest for guest in self._guests.values() if guest.channel.accepted == of])
@@ -96,12 +98,18 @@ class Doorman:
     def look(self) -> None:
         """Ends connections that have proven nothing in time."""
         late = time.monotonic() - _PROVEN
-        for of, (since, inode) in list(self._strangers.items()):
+        for of, (since, _) in list(self._strangers.items()):
             if since < late:
-                del self._strangers[of]
-                shut_down(of[1], inode)
-                self._warn()
+                self._turn_away(*of)
         self._forget([guest for guest in self._guests.values() if guest.since < late])
+
+    def _turn_away(self, socket: Socket, descriptor: int) -> None:
+        """Ends a connection that has not proven itself, if it is one."""
+        _, inode = self._strangers.pop((socket, descriptor), (0.0, 0))
+        if inode:
+            self._forget([guest for guest in self._guests.values() if guest.channel.accepted == (socket, descriptor)])
+            shut_down(descriptor, inode)
+            self._warn()
 
     def _forget(self, guests: list[_Guest]) -> None:
         for guest in guests:
@@ -117,13 +125,13 @@ class Doorman:
         while socket.zmq.get(zmq.RCVMORE):
             frames.append(socket.zmq.recv(zmq.NOBLOCK, copy=False))
         header = frames[0].bytes if frames else b""
-        if len(frames) != 2 or len(header) != HEADER_BYTES or header[0] != HELLO:
-            self.dropped += 1
-            return
         guest = self._guests.get(routing_id)
-        if guest is None and header[1] == 1:
-            descriptor, key = frames[0].get(zmq.SRCFD), b""
-            self._read_events(socket)  # so far the descriptor may have been another connection's
+        is_hello = len(frames) == 2 and len(header) == HEADER_BYTES and header[0] == HELLO
+        descriptor, key = -1, b""
+        with contextlib.suppress(zmq.ZMQError):  # it was gone before libzmq has asked for its address
+            descriptor = frames[0].get(zmq.SRCFD) if frames else -1
+        self._read_events(socket)  # so far the descriptor may have been another connection's
+        if is_hello and guest is None and header[1] == 1:
             if (socket, descriptor) not in self._strangers:
                 return  # it has ended already
             if socket.curve is not None:
@@ -137,12 +145,12 @@ class Doorman:
                 self._guests[routing_id] = _Guest(visitor, channel, time.monotonic())
                 channel.send(pack(HELLO, flags=2), visitor.challenge)
                 return
-        elif guest is not None and header[1] == 3 and not guest.proven and guest.visitor.verify(frames[1].bytes):
+        elif is_hello and guest is not None and header[1] == 3 and not guest.proven and guest.visitor.verify(frames[1].bytes):
             guest.proven = True
             self._let_in(guest)
             return
         self.dropped += 1
-        self._warn()
+        self._turn_away(socket, descriptor)
 
     def _let_in(self, guest: _Guest) -> None:
         worker = guest.visitor.worker

@@ -83,10 +83,15 @@ class Polling:
         owner = self.owners.get(socket)
         for event in socket.events():
             if socket.is_router and event.kind == zmq.EVENT_DISCONNECTED and (socket, event.descriptor) in self.accepted:
-                self.over.append(self.accepted.pop((socket, event.descriptor)))
+                channel = self.accepted.pop((socket, event.descriptor))
+                if socket.is_open_to_others:  # somebody who has seen its routing id may use it from now on
+                    self.routes.pop(channel.routing_id, None)
+                self.over.append(channel)
             elif socket.is_router:
                 self.doorman.on_event(socket, event)
             elif isinstance(owner, End):
+                if event.kind == zmq.EVENT_CONNECTED:
+                    owner.channel.descriptor, owner.channel.inode = event.descriptor, event.inode
                 self.dialler.on_event(owner, event)
             elif event.is_end and owner is not None:
                 self.over.append(owner)
@@ -94,6 +99,7 @@ class Polling:
     def hang_up(self, channel: Channel) -> None:
         self.streams.pop(channel, None)
         if not channel.routing_id:
+            shut_down(channel.descriptor, channel.inode)  # else libzmq may still read memory that is lent to it
             self.forget(channel.socket)
         elif self.routes.get(channel.routing_id) is channel:
             del self.routes[channel.routing_id]

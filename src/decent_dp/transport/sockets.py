@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 import struct
 import threading
 from dataclasses import dataclass, field
@@ -96,9 +97,6 @@ class Event:
 class Socket:
     """A socket and its monitor.
 
-    Args:
-        encrypted: whether what it sends and receives is.
-
     Attributes:
         is_router: it listens, and each message begins with the routing id of the connection.
         curve: the keys with which it encrypts; None: it does not.
@@ -112,6 +110,8 @@ class Socket:
         self.zmq.set(zmq.MAXMSGSIZE, LARGEST_FRAME + HEADER_BYTES)
         self.zmq.set(zmq.HANDSHAKE_IVL, int(1000 * _HANDSHAKE))
         self.zmq.set(zmq.RECONNECT_IVL, _NEVER)
+        if self.is_router and hasattr(os, "getuid"):
+            self.zmq.set(zmq.IPC_FILTER_UID, os.getuid())  # of local sockets: for this user's processes only
         if self.is_router:
             self.zmq.set(zmq.ROUTER_MANDATORY, 1)
             self.zmq.set(zmq.BACKLOG, 1024)
@@ -123,6 +123,11 @@ class Socket:
                 self.zmq.set(zmq.ZAP_DOMAIN, b"decent_dp")
         self.monitor: ZmqSocket = self.zmq.get_monitor_socket(_EVENTS)
 
+    @property
+    def is_open_to_others(self) -> bool:
+        """Whether others may see what passes, and connect: it is not of this machine alone, and does not encrypt."""
+        return self.curve is None and self.endpoint.startswith("tcp://") and "//127." not in self.endpoint
+
     def events(self) -> list[Event]:
         """What has happened since the last call. Descriptors are noted, for child processes that must not keep them."""
         found = []
@@ -130,13 +135,18 @@ class Socket:
             while True:
                 kind, descriptor = _EVENT.unpack(self.monitor.recv_multipart(zmq.NOBLOCK)[0])
                 begins = kind in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED, zmq.EVENT_LISTENING)
-                found.append(Event(kind, descriptor, _note(descriptor) if begins else 0))
+                found.append(Event(kind, descriptor, _note(self, descriptor) if begins else 0))
+                if found[-1].is_end:
+                    _NOTED.pop((self, descriptor), None)
         return found
 
     def close(self) -> None:
         self.zmq.disable_monitor()  # before its socket is closed: else that hangs
         self.monitor.close()
         self.zmq.close()
+        with _LOCK:
+            for noted in [noted for noted in _NOTED if noted[0] is self]:
+                del _NOTED[noted]
 
 
 class Sockets:
@@ -205,6 +215,9 @@ class Sockets:
         if beats:
             made.zmq.set(zmq.HEARTBEAT_IVL, int(1000 * self._every))
             made.zmq.set(zmq.HEARTBEAT_TIMEOUT, int(1000 * self._answered))
+        else:  # a router between two networks forgets a connection that carries nothing for long
+            for option, value in ((zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 30), (zmq.TCP_KEEPALIVE_INTVL, 10)):
+                made.zmq.set(option, value)
         self._made.append(made)
         return made
 
@@ -223,31 +236,43 @@ class Sockets:
 
 
 def shut_down(descriptor: int, inode: int) -> None:
-    """Ends a connection of a listener, which libzmq cannot end by itself."""
+    """Ends a connection at once: libzmq cannot end one of a listener, and ends a dialled one a little later."""
     with contextlib.suppress(OSError):
-        if inode == os.fstat(descriptor).st_ino:
-            with socket.socket(fileno=os.dup(descriptor)) as copy:
-                copy.shutdown(socket.SHUT_RDWR)
+        copy = os.dup(descriptor)
+        if not _inode_of(copy) == inode > 0:
+            os.close(copy)
+            return
+        with socket.socket(fileno=copy) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 # A child process, such as a worker of a DataLoader, may outlive its parent. While it holds a copy of a connection, the other
-# end does not notice that the parent has died. By descriptor: the inode, which tells whether it is the same connection still.
-_NOTED: dict[int, int] = {}
+# end does not notice that the parent has died. By socket and descriptor: the inode, which tells whether it is the same
+# connection still.
+_NOTED: dict[tuple[Socket, int], int] = {}
 _LOCK = threading.Lock()
 
 
-def _note(descriptor: int) -> int:
-    with _LOCK, contextlib.suppress(OSError):
-        _NOTED[descriptor] = os.fstat(descriptor).st_ino
-        return _NOTED[descriptor]
+def _inode_of(descriptor: int) -> int:
+    """The inode of a connection; 0: the descriptor is closed, or a file of the user's by now."""
+    with contextlib.suppress(OSError):
+        found = os.fstat(descriptor)
+        return found.st_ino if stat.S_ISSOCK(found.st_mode) else 0
     return 0
 
 
+def _note(of: Socket, descriptor: int) -> int:
+    inode = _inode_of(descriptor)
+    if inode:
+        with _LOCK:
+            _NOTED[of, descriptor] = inode
+    return inode
+
+
 def _close_in_child() -> None:
-    for descriptor, inode in _NOTED.items():
-        with contextlib.suppress(OSError):
-            if os.fstat(descriptor).st_ino == inode:
-                os.close(descriptor)
+    for (_, descriptor), inode in _NOTED.items():
+        if _inode_of(descriptor) == inode:
+            os.close(descriptor)
     _NOTED.clear()
     _LOCK.release()
 

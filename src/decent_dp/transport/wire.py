@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 # Seconds that closing may take until the others have what was sent.
 _LINGER = 10.0
-# Seconds between the ends of both connections to a process that has ended, at most.
+# Seconds in which the last messages of a process that has ended are read.
 _LAST = 1.0
 # Seconds between two looks at what no event reports.
 _LOOK = 0.05
@@ -395,7 +395,7 @@ class Wire:
     def _end(self, channel: Channel) -> None:
         """A connection has ended. What came before is read first."""
         if not channel.socket.zmq.closed:
-            self._reader.read(channel.socket, math.inf)
+            self._reader.read(channel.socket, time.monotonic() + _LAST)
         link = channel.link
         is_bulk = link is not None and channel is link.bulk
         if link is not None and link.control is not None and is_bulk and link.network.local and not self._flow.tolerant:
@@ -571,6 +571,8 @@ class Wire:
                 if not waiting.done():
                     waiting.set_exception(self._commands.is_over())
             for link in self._flow.links.values():
+                if link.control is not None:  # what is on its way there goes out, unlike memory that is lent to libzmq
+                    self._leaving.setdefault(link.control, math.inf)
                 self._flow.close(link, "the transport was closed")
             for stream in list(self._polling.streams.values()):
                 stream.lose()
