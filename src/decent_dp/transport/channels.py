@@ -184,8 +184,8 @@ class WireLink(Link):
             self.latency = min(self.latency or math.inf, self.moved - self.asked)
             self.asked = None
 
-    def count_wanted(self, amount: int) -> None:
-        """Bytes were wanted; negative: have come, or are wanted no more."""
+    def count_wanted(self, amount: int, *, asks: bool = False) -> None:
+        """Bytes were wanted; negative: have come, or are wanted no more. ``asks``: the request goes out now."""
         now = time.monotonic()
         for of in (self.network, self):
             was_due = of.outstanding > 0
@@ -194,7 +194,7 @@ class WireLink(Link):
                 of.coming.pause(now)
             elif of.outstanding and not was_due:
                 of.coming.resume(now)
-                self.asked = now if of is self else self.asked
+                self.asked = now if of is self and asks else self.asked
 
     def is_full_before(self, round_: int) -> bool:
         """Whether messages of rounds before this one are on their way and there is more of them to come."""

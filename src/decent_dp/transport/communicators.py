@@ -199,12 +199,12 @@ class Rendezvous:
         return f"key/{key}", self.bind(key)
 
     def _is_bound(self, address: dict[str, Any], rank: int) -> bool:
-        return address.get("rank") == rank and hmac.compare_digest(str(address.get("mac")), self.bind(_unbound(address)))
+        return address.get("rank") == rank and _are_equal(str(address.get("mac")), self.bind(_unbound(address)))
 
     def knows(self, key: bytes, seconds: float) -> bool:
         """Whether the store has this public key of a worker. Raises OSError if it does not answer."""
         found = self._client.run(lambda store: read_text(store, f"{self.run_id}/key/{key.hex()}"), seconds)
-        return hmac.compare_digest(found or "", self.bind(key.hex()))
+        return _are_equal(found or "", self.bind(key.hex()))
 
     @functools.cached_property
     def _client(self) -> StoreClient:
@@ -348,6 +348,10 @@ def _check_cards(cards: Sequence[dict[str, Any]]) -> None:
         raise ValueError(f"only workers {with_secret} have DECENT_DP_SECRET (or DECENT_DP_SECRET_FILE): set it on all of them")
     if any(card["secret"] != run_secret().bind(card["name"]) for card in cards):
         raise ValueError("DECENT_DP_SECRET (or the file of DECENT_DP_SECRET_FILE) is not the same on all workers")
+
+
+def _are_equal(found: str, due: str) -> bool:
+    return hmac.compare_digest(found.encode(errors="replace"), due.encode())
 
 
 def _unbound(address: dict[str, Any]) -> str:

@@ -40,6 +40,10 @@ _ENDED = 0.3
 CROSSING = "it dials, too"
 
 
+class _EndedError(GreetingError):
+    """A connection has ended before the peer has answered."""
+
+
 @dataclass(frozen=True)
 class Target:
     """Where a worker listens.
@@ -58,11 +62,17 @@ class Target:
 
 @dataclass(eq=False)
 class End:
-    """One connection of an attempt. ``welcome``: the identity of the peer that has accepted it; None before."""
+    """One connection of an attempt.
+
+    Attributes:
+        challenged: the peer has answered the first message, so this port of it can be reached.
+        welcome: the identity of the peer that has accepted it; None before.
+    """
 
     channel: Channel
     dialled: Dialled
     attempt: Attempt
+    challenged: bool = False
     welcome: Identity | None = None
 
 
@@ -75,7 +85,6 @@ class Attempt:
         opened: called with the other worker's identity and the channels.
         failed: called with the error.
         ends: one for each connection.
-        challenged: the peer has answered the first message, so it can be reached.
     """
 
     peer: int
@@ -84,7 +93,6 @@ class Attempt:
     opened: Callable[[Identity, list[Channel]], None]
     failed: Callable[[Exception], None]
     ends: list[End] = field(default_factory=list)
-    challenged: bool = False
     over: bool = False
 
 
@@ -154,7 +162,10 @@ class Dialler:
         now = time.monotonic()
         for attempt in [*self._attempts.values(), *self._visits]:
             if now >= attempt.deadline:
-                self._end(attempt, TimeoutError(f"worker {attempt.peer} has not answered in time"))
+                where = f" at {attempt.target.where}" if attempt.target.where else ""
+                ports = [end for end in attempt.ends if end.challenged]
+                why = "only one of its two ports does: see the firewall (DECENT_DP_PORTS)" if ports else "it may be stopped"
+                self._end(attempt, GreetingError(f"worker {attempt.peer} has not answered{where} in time, {why}"))
         for peer, due in list(self._due.items()):
             if self._flow.link(peer).state in (LinkState.OPEN, LinkState.GONE):
                 self._forget(peer)
@@ -226,9 +237,14 @@ class Dialler:
         elif event.is_end:
             failed = event.kind in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
             what = (
-                "it does not accept the key of this worker, or has another one itself" if failed else "it closed the connection"
+                "it does not accept the key of this worker, or has another one itself" if failed else "the connection has ended"
             )
-            self._end(end.attempt, GreetingError(f"worker {end.attempt.peer} cannot be greeted: {what}"))
+            kind = GreetingError if failed else _EndedError
+            self._end(end.attempt, kind(f"worker {end.attempt.peer} cannot be greeted: {what}"))
+
+    def fail(self, end: End, error: Exception) -> None:
+        """Something else than a worker of this version answers."""
+        self._end(end.attempt, GreetingError(str(error)))
 
     def on_message(self, end: End, header: Header, body: bytes) -> None:
         attempt = end.attempt
@@ -237,7 +253,7 @@ class Dialler:
         try:
             if header.kind == HELLO and header.flags == 2:
                 end.channel.send(pack(HELLO, flags=3), end.dialled.prove(body))
-                attempt.challenged = True
+                end.challenged = True
             elif (header.kind == HELLO and header.flags == 4) or header.kind == REFUSED:
                 end.welcome = end.dialled.accept(body)
                 self._poll.pause(end.channel.socket)  # what follows is for an open link
@@ -281,7 +297,7 @@ class Dialler:
 
     def is_through(self, peer: int) -> bool:
         """Whether the peer has answered an attempt that goes on."""
-        return peer in self._attempts and self._attempts[peer].challenged
+        return peer in self._attempts and all(end.challenged for end in self._attempts[peer].ends)
 
     def close(self) -> None:
         for attempt in [*self._attempts.values(), *self._visits]:
@@ -316,9 +332,11 @@ class Dialler:
             self._note_failure(link, is_refused=is_refused, is_greeting=isinstance(error, (GreetingError, TimeoutError)))
             return
         # A worker that is there, and cannot be reached from here, may get through itself.
-        since = self._failed_at.setdefault(peer, time.monotonic())
-        may_come = isinstance(error, UnreachableError) and not link.network.local and time.monotonic() - since < _GRACE
-        if not may_come:
+        ago = time.monotonic() - self._failed_at.setdefault(peer, time.monotonic())
+        may_come = isinstance(error, UnreachableError) and not link.network.local and ago < _GRACE
+        # One whose interpreter was busy for as long as a handshake may take.
+        is_busy = isinstance(error, _EndedError) and ago < self.timeout
+        if not (may_come or is_busy):
             self._due.pop(peer, None)
             self._refused(peer, error)
 

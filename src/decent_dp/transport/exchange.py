@@ -257,6 +257,7 @@ class WireExchanges:
             try:
                 self._wire.connect(peer, wait=ahead or self._neighbours is None, ahead=ahead)
             except (OSError, RuntimeError) as error:
+                self._wire.refuse_failed()
                 raise self._explain(error, [peer], exchange_id) from error
         return others
 

@@ -199,7 +199,7 @@ class Flow:
 
     def _want(self, link: WireLink, receiving: Receiving, upto: int) -> None:
         if receiving.offered and receiving.size > SMALL:
-            link.count_wanted(upto - receiving.granted)
+            link.count_wanted(upto - receiving.granted, asks=True)
         receiving.granted = upto
         self._start(link, receiving)
 
@@ -353,8 +353,9 @@ class Flow:
     def recall(self, link: Link, sending: Sending) -> None:
         """The memory of a message in doubt is the caller's from now on. libzmq may still read it, and the peer must not get
         what is written there next: the connection is made anew."""
-        if sending.written > sending.arrived and link.state is LinkState.OPEN:
-            self.lose(self.link(link.peer), "a message was given up")
+        ours = self.link(link.peer)
+        if sending.written > sending.arrived and ours.state is LinkState.OPEN and not _is_light(ours, sending):
+            self.lose(ours, "a message was given up")
 
     def cancel(self, link: Link, receiving: Receiving, sending: Sending) -> None:
         """From now on the memory of these messages is the caller's: what is on the way is dropped when it comes."""
@@ -385,6 +386,7 @@ class Flow:
             return
         self._hear_round(link, header)
         if kind == START and key[2] == HINT:
+            _bound(link, key[1])
             self._on_hint(link.peer, key, body)
         elif kind == START:
             self.settlement.join(link, key)

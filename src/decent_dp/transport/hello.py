@@ -158,7 +158,8 @@ class Visitor:
         if len(hello) != _HELLO.size:
             raise ValueError("no hello")
         magic, version, rank, uid, incarnation, whom, self.plane, self.attempt, _ = _HELLO.unpack(hello)
-        if magic != _MAGIC or (whom != identity.rank and version == VERSION) or self.plane > VISIT:
+        is_odd = self.plane > VISIT or (self.plane == VISIT) != (rank == GUEST)
+        if magic != _MAGIC or (whom != identity.rank and version == VERSION) or is_odd:
             raise ValueError("no hello")
         self.worker = Identity(identity.run_id, rank, uid, incarnation)
         self._said = identity.run_id + hello + nonce + keys

@@ -136,7 +136,6 @@ class Link(ABC):
         cause: the error with which it was closed.
         moved: when a part of a message last came or went, on the monotonic clock.
         heard: when anything last came.
-        unheard: the seconds for which the peer had not heard from this worker when it last said so.
         paused: the peer makes no rounds at present; ``left``: nor any more.
         round: the latest round in which the peer is known to be; ``epoch``: the newest that it is known to know.
         start: the first round of a peer that has joined.
@@ -152,7 +151,7 @@ class Link(ABC):
         self.peer = peer
         self.uid, self.incarnation = b"", 0
         self.state, self.since = LinkState.NEW, time.monotonic()
-        self.heard = self.unheard = self.moved = 0.0
+        self.heard = self.moved = 0.0
         self.paused = self.left = self.refused = False
         self.epoch = 0
         self.round = self.start = -1

@@ -226,8 +226,6 @@ class WireNeighbours(Neighbours):
         lively = SILENT * self._dead_after - link.silence(now)
         if link.state is LinkState.BROKEN:
             return 0.0 if link.refused else min(lively, link.since + _MENDED - now)
-        if link.unheard >= SILENT * self._dead_after:
-            return 0.0  # the peer makes a hole, and may not be able to say so
         return lively
 
     def expected_end(self, pair: Pair, began: float) -> float:

@@ -75,6 +75,13 @@ class Mailbox:
         self._bytes[peer] -= len(text)
         return text
 
+    def drop(self, peer: int) -> None:
+        """The hints of a peer are not used any more."""
+        with self._lock:
+            for of in [of for of in self._hints if of[0] == peer]:
+                del self._hints[of]
+            del self._bytes[peer]
+
     def forget(self, peer: int, key: Key) -> None:
         """Nobody waits for this hint any more."""
         with self._lock:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from zmq import ZMQError
 
 from decent_dp.compression import Compression, Lossless
 from decent_dp.faults import Tolerate, default_dead_after, most_workers
@@ -173,7 +174,7 @@ class ProcessGroupTransport(Transport):
             dead_after = shared.dead_after or default_dead_after()
             sockets = Sockets(dead_after, breaks=shared.dead_after is not None, io_threads=_io_threads())
             listeners = listen(shared, sockets)
-        except (RuntimeError, ValueError) as found:
+        except (RuntimeError, ValueError, OSError, ZMQError) as found:
             error = str(found)
         errors = {rank: text for rank, text in zip(self.control.ranks, self.control.gather(error), strict=True) if text}
         if errors or sockets is None:

@@ -15,7 +15,7 @@ from decent_dp.transport.dialling import End
 from decent_dp.transport.flow import Flow
 from decent_dp.transport.hello import GUEST
 from decent_dp.transport.link import LinkState
-from decent_dp.transport.messages import BYE, DATA, HEADER_BYTES, STATE, Header, unpack
+from decent_dp.transport.messages import BYE, DATA, STATE, Header, unpack
 from decent_dp.transport.polling import Polling
 from decent_dp.transport.sockets import Socket
 
@@ -48,16 +48,21 @@ class Reader:
 
     def _take_hello(self, end: End, header: bytes) -> None:
         body = _rest(end.channel.socket.zmq)
-        if len(header) == HEADER_BYTES:
-            with contextlib.suppress(WireError):
-                self._polling.dialler.on_message(end, unpack(header, end.attempt.peer), body)
+        try:
+            self._polling.dialler.on_message(end, unpack(header, end.attempt.peer), body)
+        except WireError as error:
+            self._polling.dialler.fail(end, error)
 
     def _take(self, channel: Channel, raw: bytes) -> None:
         stream, link = channel.socket.zmq, channel.link
         if link is None:
             body, guest = _rest(stream), self._polling.streams.get(channel)
-            if guest is not None and len(raw) == HEADER_BYTES and raw[0] == STATE:
-                guest.hear(unpack(raw, GUEST), body)
+            try:
+                header = unpack(raw, GUEST)
+            except WireError:
+                guest = None
+            if guest is not None and header.kind == STATE:
+                guest.hear(header, body)
             else:
                 self._polling.doorman.dropped += 1
             return

@@ -48,8 +48,10 @@ class StateStream:
                 self._read_there = max(self._read_there, header.first)
             elif header.flags == _END:
                 self._ended = True
-            elif not self._closed:
+            elif not self._closed and sum(map(len, self._came)) <= _AHEAD:
                 self._came.append(memoryview(body))
+            elif not self._closed:  # more than it may send
+                self._lost = True
             self._changed.notify_all()
 
     def lose(self) -> None:

@@ -201,6 +201,7 @@ class Wire:
             if self.incarnation_of(peer) < incarnation:
                 self._expected.add(peer)
                 self._flow.renew(peer, incarnation, start)
+                self.mailbox.drop(peer)
                 self.control_plane.renew(peer, incarnation)
 
         self.call(renew)
@@ -420,12 +421,12 @@ class Wire:
     # -- links --------------------------------------------------------------------------------------------------------
 
     def _connected(self, peer: int) -> None:
+        if self._closing is not None:
+            self._say_bye()
         self._flow.beat(self._flow.link(peer))  # says in which round and epoch this worker is
         if self._flow.tolerant:
             self.control_plane.reconnected(peer)
-        waiting = self._waiting.pop(peer, None)
-        if waiting is not None:
-            waiting.set_result(None)
+        self._waiting.pop(peer, Future[None]()).set_result(None)
 
     def _hear_call(self, peer: int, key: Key, text: bytes) -> None:
         self.control_plane.hear(peer, key, text)
