@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ import torch
 import zmq
 
 import decent_dp
+from decent_dp.errors import WireError
 from decent_dp.topo import Edge
 from decent_dp.transport import ProcessGroupTransport, addresses, communicators
 from decent_dp.transport.channels import Channel, Rate
@@ -28,8 +30,9 @@ from decent_dp.transport.flow import Flow
 from decent_dp.transport.hello import Identity
 from decent_dp.transport.link import Receiving, Sending
 from decent_dp.transport.listening import Doorman
-from decent_dp.transport.messages import DATA, HEADER_BYTES, LARGEST_FRAME, OFFERS, START, pack, unpack
-from decent_dp.transport.sockets import Curve, Event, Sockets
+from decent_dp.transport.messages import DATA, HEADER_BYTES, HINT, LARGEST_FRAME, OFFERS, START, STATE, pack, unpack
+from decent_dp.transport.sockets import _NOTED, Curve, Event, Sockets, _note
+from decent_dp.transport.state_stream import StateStream
 from tests.wires import RUN, SECONDS, SECRET, Net, content, receive, send
 
 # -- sockets -----------------------------------------------------------------------------------------------------------------
@@ -403,3 +406,83 @@ def refuses(rank: int, n: int) -> list[str]:
 def test_arguments_that_are_none_of_the_values_are_refused_on_all_workers(workers):
     for found in workers(2, refuses):
         assert [said.split(" must be None")[0] for said in found] == ["encrypt"] * 4 + ["transport"] * 2
+
+
+# -- what others may do ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(60)
+def test_the_first_wrong_message_ends_a_connection():
+    """libzmq would keep what comes over it meanwhile."""
+    net, context = Net(2), zmq.Context()
+    try:
+        stranger = context.socket(zmq.DEALER)
+        stranger.set(zmq.LINGER, 0)
+        stranger.set(zmq.RECONNECT_IVL, -1)
+        monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        stranger.connect(net.targets[0].control)
+        began = time.monotonic()
+        stranger.send_multipart([b"much", b"of", b"this"])
+        assert monitor.poll(1000 * SECONDS)
+        assert time.monotonic() - began < 2, "before it would have had to prove who it is"
+        stranger.disable_monitor()
+        monitor.close()
+        stranger.close()
+        net.connect()
+    finally:
+        context.term()
+        net.close()
+
+
+def test_a_child_keeps_the_files_of_the_user(tmp_path):
+    """A descriptor may be a file's by the time at which the event is read that named it."""
+    sockets = Sockets(10.0, breaks=False)
+    try:
+        listener = sockets.listen("tcp://127.0.0.1:*")
+        with (tmp_path / "data").open("w") as file, socket.socket() as connection:
+            assert _note(listener, file.fileno()) == 0
+            assert _note(listener, connection.fileno()) > 0
+            assert [noted for noted in _NOTED if noted[0] is listener][1:] == [(listener, connection.fileno())]
+    finally:
+        sockets.close_all()
+    assert not [noted for noted in _NOTED if noted[0] is listener]
+
+
+@pytest.mark.timeout(60)
+def test_one_of_two_ports_is_not_a_way():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        net = Net(2, timeout=1.5)
+        try:
+            bulk = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+            net.targets[0] = replace(net.targets[0], bulk=bulk, where="127.0.0.1 port 1")
+            with pytest.raises(ConnectionError, match=r"has not answered at 127\.0\.0\.1 port 1 in time, only one of its two"):
+                net.wires[1].connect(0)
+        finally:
+            net.close()
+
+
+@pytest.mark.timeout(60)
+def test_hints_are_of_buckets_that_there_can_be():
+    net = Net(2)
+    try:
+        net.connect()
+        net.wires[1].send_hint(0, (0, 2**20, HINT), b"")
+        late = receive(net.wires[0], 1, (0, 0, 0), 1000)
+        with pytest.raises(WireError, match="too many"):
+            late.result(SECONDS)
+    finally:
+        net.close()
+
+
+def test_what_others_write_to_the_store_is_compared():
+    assert communicators._are_equal("ab", "ab")
+    assert not communicators._are_equal("\u00e9", "ab")
+
+
+def test_a_stream_of_which_nothing_is_read_is_bounded():
+    stream = StateStream(Channel(SimpleNamespace(), 2), lambda command: None, lambda channel: None)  # type: ignore[arg-type]
+    for _ in range(100):
+        stream.hear(unpack(pack(STATE), 1), bytes(2**17))
+    assert sum(map(len, stream._came)) < 2**20
+    with pytest.raises(ConnectionError):
+        stream.sendall(b"x")
