@@ -22,8 +22,9 @@ __all__ = ["Doorman"]
 
 _log = logging.getLogger(__name__)
 
-# Seconds in which a connection must have proven itself. libzmq keeps what it sends meanwhile, if nobody needs a key to connect.
-_PROVEN = 3.0
+# Seconds in which a connection must have proven itself. On a full link a handshake takes some; but where anybody may send,
+# libzmq keeps what comes meanwhile.
+_PROVEN, _PROVEN_UNGUARDED = 10.0, 5.0
 # At most: connections that have said hello and proven nothing, all that have proven nothing, keys that are looked up at once.
 _VISITORS, _STRANGERS, _LOOKUPS = 1024, 4096, 16
 
@@ -97,11 +98,11 @@ class Doorman:
 
     def look(self) -> None:
         """Ends connections that have proven nothing in time."""
-        late = time.monotonic() - _PROVEN
-        for of, (since, _) in list(self._strangers.items()):
-            if since < late:
-                self._turn_away(*of)
-        self._forget([guest for guest in self._guests.values() if guest.since < late])
+        now = time.monotonic()
+        for (socket, descriptor), (since, _) in list(self._strangers.items()):
+            if now - since > (_PROVEN if socket.is_guarded else _PROVEN_UNGUARDED):
+                self._turn_away(socket, descriptor)
+        self._forget([guest for guest in self._guests.values() if now - guest.since > _PROVEN])
 
     def _turn_away(self, socket: Socket, descriptor: int) -> None:
         """Ends a connection that has not proven itself, if it is one."""

@@ -124,6 +124,11 @@ class Socket:
         self.monitor: ZmqSocket = self.zmq.get_monitor_socket(_EVENTS)
 
     @property
+    def is_guarded(self) -> bool:
+        """Whether libzmq lets only those send who have a key, or are processes of this user."""
+        return self.curve is not None or self.endpoint.startswith("ipc://")
+
+    @property
     def is_open_to_others(self) -> bool:
         """Whether others may see what passes, and connect: it is not of this machine alone, and does not encrypt."""
         return self.curve is None and self.endpoint.startswith("tcp://") and "//127." not in self.endpoint
