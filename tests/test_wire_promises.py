@@ -430,7 +430,7 @@ def test_the_first_wrong_message_ends_a_connection():
         stranger.close()
         net.connect()
     finally:
-        context.term()
+        context.destroy(0)
         net.close()
 
 
