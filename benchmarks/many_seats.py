@@ -33,8 +33,8 @@ from decent_dp.topo import make_topology
 from decent_dp.transport import agreement as agreement_module
 from decent_dp.transport.agreement import Agreements, Decision, View
 from decent_dp.transport.agreement import _unpack as unpack
-from decent_dp.transport.liveness import SILENT
 from decent_dp.transport.messages import HEADER_BYTES, LARGEST_FRAME
+from decent_dp.transport.sockets import SILENT
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.many_seats import CHURN, DEAD_AFTER, REFUSED, world_of
-from decent_dp.transport.liveness import SILENT
+from decent_dp.transport.sockets import SILENT
 
 RESULT = Path(__file__).parent / "results" / "membership.json"
 # Seats, and virtual seconds of churn for each. The second case has far more messages.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import random
@@ -24,13 +25,13 @@ import decent_dp
 from decent_dp.errors import WireError
 from decent_dp.topo import Edge
 from decent_dp.transport import ProcessGroupTransport, addresses, communicators
-from decent_dp.transport.channels import Channel, Rate
+from decent_dp.transport.channels import Channel, Network, Rate, WireLink
 from decent_dp.transport.communicators import UnreachableError
 from decent_dp.transport.flow import Flow
-from decent_dp.transport.hello import Identity
+from decent_dp.transport.hello import CONTROL, GUEST, VISIT, Dialled, Identity, Visitor
 from decent_dp.transport.link import Receiving, Sending
 from decent_dp.transport.listening import Doorman
-from decent_dp.transport.messages import DATA, HEADER_BYTES, HINT, LARGEST_FRAME, OFFERS, START, STATE, pack, unpack
+from decent_dp.transport.messages import DATA, HEADER_BYTES, HELLO, HINT, LARGEST_FRAME, OFFERS, START, STATE, pack, unpack
 from decent_dp.transport.sockets import _NOTED, Curve, Event, Sockets, _note
 from decent_dp.transport.state_stream import StateStream
 from tests.wires import RUN, SECONDS, SECRET, Net, content, receive, send
@@ -486,3 +487,52 @@ def test_a_stream_of_which_nothing_is_read_is_bounded():
     assert sum(map(len, stream._came)) < 2**20
     with pytest.raises(ConnectionError):
         stream.sendall(b"x")
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_of_another_version_is_named():
+    net, context = Net(2), zmq.Context()
+    routers = [context.socket(zmq.ROUTER) for _ in range(2)]
+    for router in routers:
+        router.bind("tcp://127.0.0.1:*")
+    answered = threading.Event()
+
+    def answer() -> None:
+        while not answered.is_set():
+            for router in routers:
+                if router.poll(20):
+                    name, *_ = router.recv_multipart()
+                    header = bytearray(pack(HELLO, flags=2))
+                    header[2] += 1  # the version
+                    router.send_multipart([name, bytes(header), b""])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        control, bulk = (router.get(zmq.LAST_ENDPOINT).decode() for router in routers)
+        net.targets[0] = replace(net.targets[0], control=control, bulk=bulk)
+        with pytest.raises(ConnectionError, match=r"version 8, where version 7 was due"):
+            net.wires[1].connect(0)
+    finally:
+        answered.set()
+        thread.join()
+        context.destroy(0)
+        net.close()
+
+
+def test_a_visit_is_of_a_process_that_is_no_worker():
+    here = Identity(RUN, 0, b"worker 0")
+    for rank, plane, is_hello in ((1, CONTROL, True), (GUEST, VISIT, True), (1, VISIT, False), (GUEST, CONTROL, False)):
+        hello = Dialled(Identity(RUN, rank, b"worker 1"), SECRET, 0, plane, bytes(16), b"").hello
+        with contextlib.nullcontext() if is_hello else pytest.raises(ValueError, match="no hello"):
+            Visitor(here, SECRET, hello, b"")
+
+
+def test_the_latency_is_that_of_requests():
+    """Not of bytes that were asked for before the peer was in the exchange."""
+    link = WireLink(1, Network(local=False))
+    link.count_wanted(100)
+    assert link.asked is None
+    link.count_wanted(-100)
+    link.count_wanted(100, asks=True)
+    assert link.asked is not None

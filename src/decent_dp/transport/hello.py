@@ -95,18 +95,11 @@ class Dialled:
         """Step 3, for a body of step 2.
 
         Raises:
-            GreetingError: something else answers, or another version.
+            GreetingError: something else answers. (The header of a message tells another version.)
         """
-        if len(challenge) != _CHALLENGE.size:
+        if len(challenge) != _CHALLENGE.size or not challenge.startswith(_MAGIC):
             raise GreetingError(f"another program than worker {self._whom} answers at its address")
-        magic, version, nonce = _CHALLENGE.unpack(challenge)
-        if magic != _MAGIC:
-            raise GreetingError(f"another program than worker {self._whom} answers at its address")
-        if version != VERSION:
-            raise GreetingError(
-                f"worker {self._whom} speaks version {version} of the protocol, and worker {self._identity.rank} version "
-                f"{VERSION}. Start all workers from one installation."
-            )
+        *_, nonce = _CHALLENGE.unpack(challenge)
         self._said = self._identity.run_id + self.hello + nonce + self._keys
         return _prove(self._secret, _FROM_DIALLER, self._said)
 

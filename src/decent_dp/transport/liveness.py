@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-__all__ = ["SILENT", "WireNeighbours"]
+__all__ = ["WireNeighbours"]
 
 # Seconds for which an exchange waits for a lost connection to be made again.
 _MENDED = 0.25
