@@ -123,7 +123,7 @@ class Channel:
     Attributes:
         plane: of ``hello``.
         routing_id: at a socket that listens; empty at one that dials.
-        descriptor, inode: of the connection.
+        descriptor, inode: of the connection, at a socket that listens.
         link: whose it is, once it is open.
     """
 

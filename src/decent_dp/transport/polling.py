@@ -90,8 +90,6 @@ class Polling:
             elif socket.is_router:
                 self.doorman.on_event(socket, event)
             elif isinstance(owner, End):
-                if event.kind == zmq.EVENT_CONNECTED:
-                    owner.channel.descriptor, owner.channel.inode = event.descriptor, event.inode
                 self.dialler.on_event(owner, event)
             elif event.is_end and owner is not None:
                 self.over.append(owner)
@@ -99,7 +97,6 @@ class Polling:
     def hang_up(self, channel: Channel) -> None:
         self.streams.pop(channel, None)
         if not channel.routing_id:
-            shut_down(channel.descriptor, channel.inode)  # else libzmq may still read memory that is lent to it
             self.forget(channel.socket)
         elif self.routes.get(channel.routing_id) is channel:
             del self.routes[channel.routing_id]

@@ -241,7 +241,7 @@ class Sockets:
 
 
 def shut_down(descriptor: int, inode: int) -> None:
-    """Ends a connection at once: libzmq cannot end one of a listener, and ends a dialled one a little later."""
+    """Ends a connection of a listener, which libzmq cannot end by itself."""
     with contextlib.suppress(OSError):
         copy = os.dup(descriptor)
         if not _inode_of(copy) == inode > 0:
