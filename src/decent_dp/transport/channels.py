@@ -123,7 +123,7 @@ class Channel:
     Attributes:
         plane: of ``hello``.
         routing_id: at a socket that listens; empty at one that dials.
-        descriptor, inode: of the connection, at a socket that listens.
+        descriptor: of the connection, at a socket that listens.
         link: whose it is, once it is open.
     """
 
@@ -131,7 +131,6 @@ class Channel:
     plane: int
     routing_id: bytes = b""
     descriptor: int = -1
-    inode: int = 0
     link: WireLink | None = None
 
     @property

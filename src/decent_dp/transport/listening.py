@@ -15,7 +15,7 @@ import zmq
 from decent_dp.transport.channels import Channel
 from decent_dp.transport.hello import VISIT, Identity, Visitor
 from decent_dp.transport.messages import HEADER_BYTES, HELLO, REFUSED, pack
-from decent_dp.transport.sockets import Event, Socket, shut_down
+from decent_dp.transport.sockets import Event, Socket
 from decent_dp.transport.waiter import start_thread
 
 __all__ = ["Doorman"]
@@ -70,9 +70,9 @@ class Doorman:
         self._identity, self._secret, self._admit, self._opened = identity, secret, admit, opened
         self._authenticator, self._known, self._is_known = authenticator, known, is_known
         self._read_events, self._call, self._on_error = read_events, call, on_error
-        # Since when a connection is there that has proven nothing, and its inode. By listener and descriptor, as one may be
-        # used anew before the other listener's events are read.
-        self._strangers: dict[tuple[Socket, int], tuple[float, int]] = {}
+        # Since when a connection is there that has proven nothing. By listener and descriptor, as one may be used anew before
+        # the other listener's events are read.
+        self._strangers: dict[tuple[Socket, int], float] = {}
         self._guests: dict[bytes, _Guest] = {}
         # By who dials and its attempt: what was proven of it.
         self._halves: dict[tuple[Identity, bytes], list[_Guest]] = {}
@@ -87,7 +87,7 @@ class Doorman:
     def on_event(self, socket: Socket, event: Event) -> None:
         of = socket, event.descriptor
         if event.kind == zmq.EVENT_ACCEPTED:
-            self._strangers[of] = time.monotonic(), event.inode
+            self._strangers[of] = time.monotonic()
             if len(self._strangers) > _STRANGERS:
                 self._turn_away(*next(iter(self._strangers)))
         elif event.kind == zmq.EVENT_DISCONNECTED:
@@ -99,17 +99,16 @@ class Doorman:
     def look(self) -> None:
         """Ends connections that have proven nothing in time."""
         now = time.monotonic()
-        for (socket, descriptor), (since, _) in list(self._strangers.items()):
+        for (socket, descriptor), since in list(self._strangers.items()):
             if now - since > (_PROVEN if socket.is_guarded else _PROVEN_UNGUARDED):
                 self._turn_away(socket, descriptor)
         self._forget([guest for guest in self._guests.values() if now - guest.since > _PROVEN])
 
     def _turn_away(self, socket: Socket, descriptor: int) -> None:
         """Ends a connection that has not proven itself, if it is one."""
-        _, inode = self._strangers.pop((socket, descriptor), (0.0, 0))
-        if inode:
+        if self._strangers.pop((socket, descriptor), None) is not None:
             self._forget([guest for guest in self._guests.values() if guest.channel.accepted == (socket, descriptor)])
-            shut_down(descriptor, inode)
+            socket.hang_up(descriptor)
             self._warn()
 
     def _forget(self, guests: list[_Guest]) -> None:
@@ -139,8 +138,7 @@ class Doorman:
                 key = bytes.fromhex(frames[0].get("User-Id")) + socket.curve.public
             with contextlib.suppress(ValueError):
                 visitor = Visitor(self._identity, self._secret, frames[1].bytes, key)
-                inode = self._strangers[socket, descriptor][1]
-                channel = Channel(socket, visitor.plane, routing_id, descriptor, inode)
+                channel = Channel(socket, visitor.plane, routing_id, descriptor)
                 if len(self._guests) >= _VISITORS:
                     self._forget([next(iter(self._guests.values()))])
                 self._guests[routing_id] = _Guest(visitor, channel, time.monotonic())

@@ -10,7 +10,7 @@ import zmq
 from decent_dp.transport.channels import Channel
 from decent_dp.transport.dialling import Dialler, End
 from decent_dp.transport.listening import Doorman
-from decent_dp.transport.sockets import Socket, Sockets, shut_down
+from decent_dp.transport.sockets import Socket, Sockets
 from decent_dp.transport.state_stream import StateStream
 
 __all__ = ["Polling"]
@@ -102,4 +102,4 @@ class Polling:
             del self.routes[channel.routing_id]
             if self.accepted.get(channel.accepted) is channel:
                 del self.accepted[channel.accepted]
-                shut_down(channel.descriptor, channel.inode)
+                channel.socket.hang_up(channel.descriptor)

@@ -13,16 +13,17 @@ import os
 import socket
 import stat
 import struct
-import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import zmq
 from zmq.utils import z85
 
 from decent_dp.transport.messages import HEADER_BYTES, LARGEST_FRAME
 
-__all__ = ["SILENT", "Curve", "Event", "Socket", "Sockets", "shut_down"]
+__all__ = ["SILENT", "Curve", "Event", "Socket", "Sockets"]
 
 # The oldest with ``recv_into``. An installation may have been changed after this package's.
 _OLDEST = (26, 4)
@@ -32,8 +33,10 @@ if zmq.pyzmq_version_info()[:2] < _OLDEST:
 # zmq's sockets are generic in the type of what they receive.
 ZmqSocket: TypeAlias = Any
 
-# Seconds for which a worker that ends waits until the kernel has what was sent.
-_LINGER = 0.2
+# Seconds that libzmq may take to hand a few small messages to the kernel.
+_FLUSHED = 0.05
+# Seconds that it may take to see that a connection was shut down.
+_ENDED = 0.2
 # Milliseconds, for days: a socket is closed once its connection has ended. At -1, or with IMMEDIATE, libzmq would at once drop
 # what has come over it and was not read yet.
 _NEVER = 2**29
@@ -74,19 +77,16 @@ class Curve:
         return cls(z85.decode(public), z85.decode(secret))
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """What happened to a connection of a socket.
 
     Attributes:
         kind: one of zmq's EVENT_ constants.
         descriptor: of the connection, for those kinds that have one.
-        inode: of a connection that begins; it tells whether the descriptor is still that connection's. 0 if it has ended.
     """
 
     kind: int
     descriptor: int
-    inode: int = 0
 
     @property
     def is_end(self) -> bool:
@@ -122,6 +122,10 @@ class Socket:
                 self.zmq.set(zmq.CURVE_SERVER, 1)
                 self.zmq.set(zmq.ZAP_DOMAIN, b"decent_dp")
         self.monitor: ZmqSocket = self.zmq.get_monitor_socket(_EVENTS)
+        # By descriptor: the inode, which tells whether it is the same connection still.
+        self._connections: dict[int, int] = {}
+        self._listening: dict[int, int] = {}
+        _OPEN.add(self)
 
     @property
     def is_guarded(self) -> bool:
@@ -133,25 +137,45 @@ class Socket:
         """Whether others may see what passes, and connect: it is not of this machine alone, and does not encrypt."""
         return self.curve is None and self.endpoint.startswith("tcp://") and "//127." not in self.endpoint
 
-    def events(self) -> list[Event]:
-        """What has happened since the last call. Descriptors are noted, for child processes that must not keep them."""
-        found = []
+    def events(self) -> Iterator[Event]:
+        """What has happened since the last call."""
         with contextlib.suppress(zmq.Again):
-            while True:
-                kind, descriptor = _EVENT.unpack(self.monitor.recv_multipart(zmq.NOBLOCK)[0])
-                begins = kind in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED, zmq.EVENT_LISTENING)
-                found.append(Event(kind, descriptor, _note(self, descriptor) if begins else 0))
-                if found[-1].is_end:
-                    _NOTED.pop((self, descriptor), None)
-        return found
+            while not self.monitor.closed:
+                event = Event(*_EVENT.unpack(self.monitor.recv_multipart(zmq.NOBLOCK)[0]))
+                if event.kind in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED, zmq.EVENT_LISTENING):
+                    of = self._listening if event.kind == zmq.EVENT_LISTENING else self._connections
+                    of[event.descriptor] = _inode_of(event.descriptor)
+                elif event.kind == zmq.EVENT_DISCONNECTED:
+                    self._connections.pop(event.descriptor, None)
+                yield event
+
+    def hang_up(self, descriptor: int) -> None:
+        """Ends a connection, which libzmq cannot do for one that was accepted. Nothing that waits is sent any more."""
+        with contextlib.suppress(OSError):
+            copy = os.dup(descriptor)
+            if not _inode_of(copy) == self._connections.get(descriptor) != 0:
+                os.close(copy)
+                return
+            with socket.socket(fileno=copy) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        """Ends the connections first: at one that the peer ends once its socket is closed, a heartbeat aborts the process."""
+        list(self.events())
+        for descriptor in self._connections:
+            self.hang_up(descriptor)
+        until = time.monotonic() + _ENDED
+        while self._connections and self.monitor.poll(max(0.0, 1000 * (until - time.monotonic()))):
+            list(self.events())
         self.zmq.disable_monitor()  # before its socket is closed: else that hangs
         self.monitor.close()
         self.zmq.close()
-        with _LOCK:
-            for noted in [noted for noted in _NOTED if noted[0] is self]:
-                del _NOTED[noted]
+        _OPEN.discard(self)
+
+    def close_in_child(self) -> None:
+        for descriptor, inode in (self._connections | self._listening).items():
+            if _inode_of(descriptor) == inode != 0:
+                os.close(descriptor)
 
 
 class Sockets:
@@ -197,7 +221,7 @@ class Sockets:
             self.close(made)
             raise OSError(error.errno, f"{error.strerror}: {endpoint}") from None
         made.endpoint = made.zmq.get(zmq.LAST_ENDPOINT).decode()
-        made.events()
+        list(made.events())  # notes the descriptor
         return made
 
     def dial(self, endpoint: str, routing_id: bytes, curve: Curve | None, server: bytes, *, beats: bool = True) -> Socket:
@@ -230,32 +254,15 @@ class Sockets:
         self._made.remove(made)
         made.close()
 
-    def close_all(self) -> None:
+    def close_all(self, *, flush: bool = False) -> None:
+        """``flush``: others wait for what was sent last. libzmq does not say when the kernel has it."""
+        time.sleep(_FLUSHED if flush else 0.0)
         for made in self._made:
-            made.zmq.set(zmq.LINGER, int(1000 * _LINGER))
             made.close()
         self._made.clear()
         if self.authenticator is not None:
             self.authenticator.close()
         self._context.term()
-
-
-def shut_down(descriptor: int, inode: int) -> None:
-    """Ends a connection of a listener, which libzmq cannot end by itself."""
-    with contextlib.suppress(OSError):
-        copy = os.dup(descriptor)
-        if not _inode_of(copy) == inode > 0:
-            os.close(copy)
-            return
-        with socket.socket(fileno=copy) as connection:
-            connection.shutdown(socket.SHUT_RDWR)
-
-
-# A child process, such as a worker of a DataLoader, may outlive its parent. While it holds a copy of a connection, the other
-# end does not notice that the parent has died. By socket and descriptor: the inode, which tells whether it is the same
-# connection still.
-_NOTED: dict[tuple[Socket, int], int] = {}
-_LOCK = threading.Lock()
 
 
 def _inode_of(descriptor: int) -> int:
@@ -266,21 +273,16 @@ def _inode_of(descriptor: int) -> int:
     return 0
 
 
-def _note(of: Socket, descriptor: int) -> int:
-    inode = _inode_of(descriptor)
-    if inode:
-        with _LOCK:
-            _NOTED[of, descriptor] = inode
-    return inode
+# A child process, such as a worker of a DataLoader, may outlive its parent. While it holds a copy of a connection, the other
+# end does not notice that the parent has died.
+_OPEN: set[Socket] = set()
 
 
 def _close_in_child() -> None:
-    for (_, descriptor), inode in _NOTED.items():
-        if _inode_of(descriptor) == inode:
-            os.close(descriptor)
-    _NOTED.clear()
-    _LOCK.release()
+    for of in _OPEN:
+        of.close_in_child()
+    _OPEN.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_close_in_child)
+    os.register_at_fork(after_in_child=_close_in_child)

@@ -398,8 +398,7 @@ class Wire:
         if not channel.socket.zmq.closed:
             self._reader.read(channel.socket, time.monotonic() + _LAST)
         link = channel.link
-        is_bulk = link is not None and channel is link.bulk
-        if link is not None and link.control is not None and is_bulk and link.network.local and not self._flow.tolerant:
+        if link and channel is link.bulk and link.control and link.network.local and not self._flow.tolerant:
             # The peer has ended. Its last messages may still come over the other connection, as nobody says that they have.
             self._leaving.setdefault(link.control, time.monotonic() + _LAST)
             self._polling.hang_up(channel)
@@ -578,7 +577,7 @@ class Wire:
             for stream in list(self._polling.streams.values()):
                 stream.lose()
             self._commands.end()
-        self._sockets.close_all()
+        self._sockets.close_all(flush=self._closing is None or time.monotonic() >= self._closing)
         self._commands.close()
 
 
