@@ -136,6 +136,38 @@ def test_the_end_of_the_bulk_connection_is_not_that_of_the_messages():
         net.close()
 
 
+@pytest.mark.timeout(60)
+def test_a_changed_byte_ends_an_encrypted_connection_at_once():
+    """Also where libzmq's heartbeats would find nothing for a minute."""
+    keys = [Curve.create() for _ in range(2)]
+    here, there = (Sockets(60.0, breaks=False) for _ in range(2))
+    listener = there.listen("tcp://127.0.0.1:*", keys[1])
+    ends = False
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        dialled = here.dial(f"tcp://127.0.0.1:{proxy.getsockname()[1]}", b"id", keys[0], keys[1].public)
+        near, far = proxy.accept()[0], socket.create_connection(("127.0.0.1", int(listener.endpoint.rpartition(":")[2])))
+        deadline = time.monotonic() + SECONDS
+        while not ends:
+            assert time.monotonic() < deadline
+            for of, to in ((near, far), (far, near)):
+                of.settimeout(0.01)
+                with contextlib.suppress(TimeoutError):
+                    data = of.recv(2**16)
+                    to.sendall(data[:-1] + bytes([data[-1] ^ 1]) if len(data) > 1000 else data)
+            with contextlib.suppress(zmq.Again):
+                sender, _, _, request, *_, key = there.authenticator.recv_multipart(zmq.NOBLOCK)
+                there.authenticator.send_multipart([sender, b"", b"1.0", request, b"200", b"OK", key.hex().encode(), b""])
+            if any(event.kind == zmq.EVENT_HANDSHAKE_SUCCEEDED for event in dialled.events()):
+                dialled.zmq.send(bytes(2000))
+                sent = time.monotonic()
+            ends = any(event.kind == zmq.EVENT_DISCONNECTED for event in listener.events())
+        assert time.monotonic() - sent < 2
+        near.close()
+        far.close()
+    here.close_all()
+    there.close_all()
+
+
 def closes_at_once() -> None:
     for _ in range(8):
         here, context = Sockets(0.2, breaks=False), zmq.Context()

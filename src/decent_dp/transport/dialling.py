@@ -235,10 +235,8 @@ class Dialler:
             end.channel.socket.zmq.get(zmq.EVENTS)  # else a socket looks for new connections once in a millisecond
             end.channel.send(pack(HELLO, flags=1), end.dialled.hello)
         elif event.is_end:
-            failed = event.kind in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-            what = (
-                "it does not accept the key of this worker, or has another one itself" if failed else "the connection has ended"
-            )
+            failed = event.kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            what = "it does not accept the key of this worker" if failed else "the connection has ended"
             kind = GreetingError if failed else _EndedError
             self._end(end.attempt, kind(f"worker {end.attempt.peer} cannot be greeted: {what}"))
 

@@ -93,7 +93,7 @@ class Doorman:
         elif event.kind == zmq.EVENT_DISCONNECTED:
             if self._strangers.pop(of, None) is not None:
                 self._forget([guest for guest in self._guests.values() if guest.channel.accepted == of])
-        elif event.kind in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
+        elif event.kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self._warn()
 
     def look(self) -> None:
