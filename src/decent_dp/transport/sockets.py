@@ -51,8 +51,8 @@ _EVERY = 0.05
 _EVENT = struct.Struct("=Hi")
 # libzmq's limit of the time that a heartbeat may take, in seconds.
 _LONGEST_HEARTBEAT = 60.0
-# Not HANDSHAKE_FAILED_PROTOCOL: libzmq 4.3.5 forgets the error while it reports a frame that was changed on its way, so that the
-# connection stays, and is read no more; if the peer then ends it, the next heartbeat aborts the process.
+# Not HANDSHAKE_FAILED_PROTOCOL: libzmq 4.3.5 forgets the error while it reports a frame that was changed on its way. The
+# connection stays and is read no more; if the peer then ends it, the next heartbeat aborts the process.
 _EVENTS = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_ACCEPTED
