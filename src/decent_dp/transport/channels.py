@@ -32,6 +32,8 @@ _LEAST, _UNKNOWN = 2**16, 2**17
 _OF_MANY, _MANY = 2**18, 12
 # pyzmq copies frames below this, and all of a control connection; the memory of others is lent to libzmq.
 _COPIED = 2**16
+# Plain numbers: zmq's flags take longer to combine than a frame to send.
+_NOW, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 # A link is full of messages to a peer while so many bytes have not arrived there, and some did within so many seconds.
 _FULL, _RECENTLY = 2**16, 0.5
 # Seconds over which a rate is measured, without those between messages; or bytes: fast links bring a window in less.
@@ -145,12 +147,12 @@ class Channel:
             return
         try:
             if self.routing_id:
-                stream.send(self.routing_id, zmq.SNDMORE | zmq.NOBLOCK)
+                stream.send(self.routing_id, _MORE)
             if not len(body):
-                stream.send(header, zmq.NOBLOCK)
+                stream.send(header, _NOW)
             else:
-                stream.send(header, zmq.SNDMORE | zmq.NOBLOCK)
-                stream.send(body, zmq.NOBLOCK, copy=len(body) < _COPIED or self.plane == CONTROL)
+                stream.send(header, _MORE)
+                stream.send(body, _NOW, copy=len(body) < _COPIED or self.plane == CONTROL)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise

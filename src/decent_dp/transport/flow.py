@@ -50,8 +50,9 @@ __all__ = ["Flow"]
 
 _log = logging.getLogger(__name__)
 
-# Bytes of a frame, an eighth of what is wanted, are at least this: a frame is never sent in part, and each costs a turn.
-_SMALLEST_FRAME = 2**14
+# Bytes of a frame, which is never sent in part: an eighth of what is wanted, or, as each frame costs processor time, what the
+# network brings in so many seconds, up to a limit; and at least so many.
+_FRAME_SECONDS, _FRAME_UP_TO, _SMALLEST_FRAME = 0.005, 2**17, 2**14
 # Frames that are handed to libzmq before the thread looks for what has come.
 _FRAMES = 16
 # STARTs of exchanges to come that are kept of one peer.
@@ -339,7 +340,8 @@ class Flow:
     def _send_frame(self, link: WireLink, channel: Channel, sending: Sending) -> None:
         frame = LARGEST_FRAME
         if not link.network.local:
-            frame = min(max((sending.granted - sending.arrived) // 8, _SMALLEST_FRAME), frame)
+            cheap = min(int(_FRAME_SECONDS * link.network.coming.value), _FRAME_UP_TO)
+            frame = min(max((sending.granted - sending.arrived) // 8, cheap, _SMALLEST_FRAME), frame)
         begin, end = sending.written, min(sending.ready, sending.granted, sending.written + frame)
         header = pack(DATA, sending.key, 0, begin, end - begin, sending.size)
         with profiled("decent_dp.send"):

@@ -9,7 +9,7 @@ import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from decent_dp.transport.base import Verdict
@@ -48,10 +48,10 @@ class Message:
     step: int = 0
     granted: int = 0
     order: int = -1
+    size: int = field(init=False)
 
-    @property
-    def size(self) -> int:
-        return len(self.memory)
+    def __post_init__(self) -> None:
+        self.size = len(self.memory)
 
     @property
     def priority(self) -> Priority:

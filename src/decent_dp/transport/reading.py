@@ -36,7 +36,7 @@ class Reader:
         """Reads what has come to a socket."""
         stream = socket.zmq
         with contextlib.suppress(zmq.Again):
-            while not stream.closed and self._polling.is_watched(socket) and time.monotonic() < until:
+            while self._polling.is_watched(socket) and time.monotonic() < until:
                 first = stream.recv(zmq.NOBLOCK)
                 owner = self._polling.routes.get(first) if socket.is_router else self._polling.owners.get(socket)
                 if isinstance(owner, Channel):
