@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import logging
 import multiprocessing
 import os
@@ -34,6 +35,8 @@ from decent_dp.transport.hello import CONTROL, GUEST, VISIT, Dialled, Identity, 
 from decent_dp.transport.link import Receiving, Sending
 from decent_dp.transport.listening import Doorman
 from decent_dp.transport.messages import DATA, HEADER_BYTES, HELLO, HINT, LARGEST_FRAME, OFFERS, START, STATE, pack, unpack
+from decent_dp.transport.polling import Polling
+from decent_dp.transport.reading import Reader
 from decent_dp.transport.sockets import _OPEN, Curve, Event, Sockets, _inode_of
 from decent_dp.transport.state_stream import StateStream
 from tests.wires import RUN, SECONDS, SECRET, Net, content, receive, send
@@ -53,6 +56,7 @@ def test_the_options_of_sockets(encrypted):
                 *((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.IMMEDIATE, 0), (zmq.RECONNECT_IVL, 2**29)),
                 *((zmq.MAXMSGSIZE, LARGEST_FRAME + HEADER_BYTES), (zmq.HANDSHAKE_IVL, 3000)),
                 *((zmq.HEARTBEAT_IVL, 0 if made is bulk else 500), (zmq.MECHANISM, zmq.CURVE if encrypted else zmq.NULL)),
+                (zmq.TCP_KEEPALIVE, 1 if made is bulk else -1),
             ):
                 assert made.zmq.get(option) == value, option
             if made is not bulk:
@@ -424,6 +428,93 @@ def test_who_could_not_be_reached_is_tried_again():
         assert time.monotonic() - began < 1.5
     finally:
         net.close()
+
+
+def test_a_busy_worker_is_dialled_again():
+    """It has accepted, and the connection ended before it has greeted."""
+    net, threads = Net(2), []
+    port = int(net.targets[0].control.rpartition(":")[2])
+
+    def forward(of: socket.socket, to: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := of.recv(2**16):
+                to.sendall(data)
+            to.shutdown(socket.SHUT_WR)
+
+    with socket.create_server(("127.0.0.1", 0)) as proxy, contextlib.ExitStack() as made:
+
+        def serve() -> None:
+            for _ in range(2):
+                proxy.accept()[0].close()
+            near = made.enter_context(proxy.accept()[0])
+            far = made.enter_context(socket.create_connection(("127.0.0.1", port)))
+            for ends in ((near, far), (far, near)):
+                threads.append(threading.Thread(target=forward, args=ends))
+                threads[-1].start()
+
+        try:
+            threads.append(threading.Thread(target=serve))
+            threads[0].start()
+            net.targets[0] = replace(net.targets[0], control=f"tcp://127.0.0.1:{proxy.getsockname()[1]}")
+            net.wires[1].connect(0)
+        finally:
+            net.close()
+            for thread in threads:
+                thread.join(SECONDS)
+
+
+class Noise:
+    """A socket whose peer sends without end."""
+
+    is_router, closed = False, False
+
+    def __init__(self) -> None:
+        self.zmq = self
+
+    def recv(self, *_: Any) -> bytes:
+        return b"noise"
+
+    def get(self, _: Any) -> bool:
+        return False
+
+
+def test_who_sends_without_end_keeps_the_thread_for_a_bounded_time():
+    noise: Any = Noise()
+    polling = Polling(None)  # type: ignore[arg-type]
+    polling.owners[noise] = Channel(noise, CONTROL)
+    polling.is_watched = lambda _: True  # type: ignore[method-assign]
+    polling.doorman = SimpleNamespace(dropped=0)  # type: ignore[assignment]
+    began = time.monotonic()
+    Reader(polling, None, lambda *_: None).read(noise, began + 0.05)  # type: ignore[arg-type]
+    assert time.monotonic() - began < 2
+    assert polling.doorman.dropped > 0
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_routing_id_that_others_may_have_seen_is_of_one_connection(is_open):
+    listener: Any = Listener()
+    listener.is_router, listener.is_open_to_others = True, is_open
+    listener.events = lambda: iter([Event(zmq.EVENT_DISCONNECTED, 5)])
+    polling, channel = Polling(None), Channel(listener, CONTROL, b"id", 5)  # type: ignore[arg-type]
+    polling.accept([channel])
+    polling.read_events(listener)
+    assert (b"id" in polling.routes) == (not is_open), "elsewhere, what came before the end is read"
+    assert polling.over == [channel]
+
+
+def has_no_descriptor(rank: int, n: int) -> str:
+    def listen(*_: Any, **__: Any) -> Any:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    if rank == 1:
+        Sockets.listen = listen  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError) as found:
+        ProcessGroupTransport()
+    return str(found.value)
+
+
+def test_a_socket_that_cannot_be_made_is_an_error_on_all_workers(workers):
+    assert set(workers(2, has_no_descriptor)) == {"Worker 1: Too many open files"}
 
 
 def test_a_descriptor_that_is_used_anew_at_the_other_listener():
