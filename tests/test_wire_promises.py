@@ -172,6 +172,26 @@ def test_a_changed_byte_ends_an_encrypted_connection_at_once():
     there.close_all()
 
 
+def test_a_connection_ends_where_no_descriptor_is_left(monkeypatch):
+    """Memory that was lent to it is used anew from then on. Those that come while a listener closes end, too."""
+    here, there = (Sockets(10.0, breaks=False) for _ in range(2))
+    listener = there.listen("tcp://127.0.0.1:*")
+    dialled = [here.dial(listener.endpoint, b"%d" % i, None, b"") for i in range(3)]
+    for made in dialled:
+        made.zmq.send(b"")
+        assert listener.zmq.poll(1000 * SECONDS)
+        listener.zmq.recv_multipart()
+
+    def dup(_: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "dup", dup)
+    began = time.monotonic()
+    there.close_all()
+    here.close_all()
+    assert time.monotonic() - began < 1
+
+
 def closes_at_once() -> None:
     for _ in range(8):
         here, context = Sockets(0.2, breaks=False), zmq.Context()
@@ -220,7 +240,7 @@ def test_ipv6():
         listener = sockets.listen("tcp://[::1]:*")
         dialled = sockets.dial(listener.endpoint, b"id", None, b"")
         assert dialled.monitor.poll(5000)
-        assert next(dialled.events()).kind == zmq.EVENT_CONNECTED
+        assert dialled.events()[0].kind == zmq.EVENT_CONNECTED
         port = int(listener.endpoint.rpartition(":")[2])
         addresses.probe({"node": "far", "host": "::1", "port": port}, "here", 5.0).close()
     finally:
@@ -494,7 +514,7 @@ def test_who_sends_without_end_keeps_the_thread_for_a_bounded_time():
 def test_a_routing_id_that_others_may_have_seen_is_of_one_connection(is_open):
     listener: Any = Listener()
     listener.is_router, listener.is_open_to_others = True, is_open
-    listener.events = lambda: iter([Event(zmq.EVENT_DISCONNECTED, 5)])
+    listener.events = lambda: [Event(zmq.EVENT_DISCONNECTED, 5)]
     polling, channel = Polling(None), Channel(listener, CONTROL, b"id", 5)  # type: ignore[arg-type]
     polling.accept([channel])
     polling.read_events(listener)

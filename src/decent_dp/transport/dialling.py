@@ -236,7 +236,9 @@ class Dialler:
             end.channel.send(pack(HELLO, flags=1), end.dialled.hello)
         elif event.is_end:
             failed = event.kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            what = "it does not accept the key of this worker" if failed else "the connection has ended"
+            what = (
+                "it does not accept the key of this worker" if failed else "the connection has ended (it may have another key)"
+            )
             kind = GreetingError if failed else _EndedError
             self._end(end.attempt, kind(f"worker {end.attempt.peer} cannot be greeted: {what}"))
 

@@ -51,7 +51,7 @@ __all__ = ["Flow"]
 _log = logging.getLogger(__name__)
 
 # Bytes of a frame, which is never sent in part: an eighth of what is wanted, or, as each frame costs processor time, what the
-# network brings in so many seconds, up to a limit; and at least so many.
+# network brings in so many seconds, up to a limit and half of what is wanted; and at least so many.
 _FRAME_SECONDS, _FRAME_UP_TO, _SMALLEST_FRAME = 0.005, 2**17, 2**14
 # Frames that are handed to libzmq before the thread looks for what has come.
 _FRAMES = 16
@@ -340,8 +340,9 @@ class Flow:
     def _send_frame(self, link: WireLink, channel: Channel, sending: Sending) -> None:
         frame = LARGEST_FRAME
         if not link.network.local:
-            cheap = min(int(_FRAME_SECONDS * link.network.coming.value), _FRAME_UP_TO)
-            frame = min(max((sending.granted - sending.arrived) // 8, cheap, _SMALLEST_FRAME), frame)
+            wanted = sending.granted - sending.arrived
+            cheap = min(int(_FRAME_SECONDS * link.network.coming.value), _FRAME_UP_TO, wanted // 2)
+            frame = min(max(wanted // 8, cheap, _SMALLEST_FRAME), frame)
         begin, end = sending.written, min(sending.ready, sending.granted, sending.written + frame)
         header = pack(DATA, sending.key, 0, begin, end - begin, sending.size)
         with profiled("decent_dp.send"):
@@ -508,9 +509,6 @@ class Flow:
         for sending in link.sendings.values():
             sending.granted, sending.offered = 0, False
         link.early.clear()
-
-    def close(self, link: WireLink, reason: str) -> None:
-        self.fail(link, ConnectionError(reason))
 
     def fail(self, link: WireLink, error: BaseException) -> None:
         """Closes the connections, and fails all messages that need them.

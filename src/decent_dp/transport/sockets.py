@@ -14,7 +14,6 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -34,9 +33,9 @@ if zmq.pyzmq_version_info()[:2] < _OLDEST:
 ZmqSocket: TypeAlias = Any
 
 # Seconds that libzmq may take to hand a few small messages to the kernel.
-_FLUSHED = 0.05
-# Seconds that it may take to see that a connection was shut down.
-_ENDED = 0.2
+_FLUSHED = 0.2
+# Seconds that it may take to see that a connection was shut down (usually less than a millisecond), and between two looks.
+_ENDED, _LOOK = 2.0, 0.0005
 # Milliseconds, for days: a socket is closed once its connection has ended. At -1, or with IMMEDIATE, libzmq would at once drop
 # what has come over it and was not read yet.
 _NEVER = 2**29
@@ -136,36 +135,43 @@ class Socket:
         """Whether others may see what passes, and connect: it is not of this machine alone, and does not encrypt."""
         return self.curve is None and self.endpoint.startswith("tcp://") and "//127." not in self.endpoint
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> list[Event]:
         """What has happened since the last call."""
+        found = []
         with contextlib.suppress(zmq.Again):
-            while not self.monitor.closed:
+            while True:
                 event = Event(*_EVENT.unpack(self.monitor.recv_multipart(zmq.NOBLOCK)[0]))
+                found.append(event)
                 if event.kind in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED, zmq.EVENT_LISTENING):
                     of = self._listening if event.kind == zmq.EVENT_LISTENING else self._connections
                     of[event.descriptor] = _inode_of(event.descriptor)
                 elif event.kind == zmq.EVENT_DISCONNECTED:
                     self._connections.pop(event.descriptor, None)
-                yield event
+        return found
 
     def hang_up(self, descriptor: int) -> None:
         """Ends a connection, which libzmq cannot do for one that was accepted. Nothing that waits is sent any more."""
-        with contextlib.suppress(OSError):
-            copy = os.dup(descriptor)
-            if not _inode_of(copy) == self._connections.get(descriptor) != 0:
-                os.close(copy)
-                return
-            with socket.socket(fileno=copy) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
+        inode, own = self._connections.get(descriptor, 0), descriptor
+        with contextlib.suppress(OSError):  # where none is left, that which libzmq may close meanwhile
+            own = os.dup(descriptor)
+        try:
+            if inode and _inode_of(own) == inode:
+                connection = socket.socket(fileno=own)
+                with contextlib.suppress(OSError):  # it has ended
+                    connection.shutdown(socket.SHUT_RDWR)
+                connection.detach()
+        finally:
+            if own != descriptor:
+                os.close(own)
 
-    def close(self) -> None:
-        """Ends the connections first: at one that the peer ends once its socket is closed, a heartbeat aborts the process."""
-        list(self.events())
+    def hang_up_all(self) -> bool:
+        """Returns whether libzmq has connections still."""
+        self.events()
         for descriptor in self._connections:
             self.hang_up(descriptor)
-        until = time.monotonic() + _ENDED
-        while self._connections and self.monitor.poll(max(0.0, 1000 * (until - time.monotonic()))):
-            list(self.events())
+        return bool(self._connections)
+
+    def close(self) -> None:
         self.zmq.disable_monitor()  # before its socket is closed: else that hangs
         self.monitor.close()
         self.zmq.close()
@@ -220,7 +226,7 @@ class Sockets:
             self.close(made)
             raise OSError(error.errno, f"{error.strerror}: {endpoint}") from None
         made.endpoint = made.zmq.get(zmq.LAST_ENDPOINT).decode()
-        list(made.events())  # notes the descriptor
+        made.events()  # notes the descriptor
         return made
 
     def dial(self, endpoint: str, routing_id: bytes, curve: Curve | None, server: bytes, *, beats: bool = True) -> Socket:
@@ -250,18 +256,25 @@ class Sockets:
         return made
 
     def close(self, made: Socket) -> None:
-        self._made.remove(made)
-        made.close()
+        self._close([made])
 
     def close_all(self, *, flush: bool = False) -> None:
         """``flush``: others wait for what was sent last. libzmq does not say when the kernel has it."""
-        time.sleep(_FLUSHED if flush else 0.0)
-        for made in self._made:
-            made.close()
-        self._made.clear()
+        if flush:
+            time.sleep(_FLUSHED)
+        self._close(list(self._made))
         if self.authenticator is not None:
             self.authenticator.close()
         self._context.term()
+
+    def _close(self, closing: list[Socket]) -> None:
+        """Ends the connections first: at one that the peer ends once its socket is closed, a heartbeat aborts the process."""
+        until = time.monotonic() + _ENDED
+        while sum(made.hang_up_all() for made in closing) and time.monotonic() < until:
+            time.sleep(_LOOK)
+        for made in closing:
+            self._made.remove(made)
+            made.close()
 
 
 def _inode_of(descriptor: int) -> int:

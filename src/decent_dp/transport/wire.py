@@ -345,10 +345,6 @@ class Wire:
             self._commands.failed_in = self._commands.failed_in or self._thread.name
             self._commands.error = error
             _log.exception("the transport of worker %d has failed", self._identity.rank)
-            over = self._commands.is_over()
-            over.__cause__ = error
-            for link in list(self._flow.links.values()):
-                self._flow.fail(link, over)
         finally:
             self._shut_down()
 
@@ -563,6 +559,10 @@ class Wire:
         return not (self._commands or waits)
 
     def _shut_down(self) -> None:
+        over: Exception = ConnectionError("the transport was closed")
+        if self._commands.error is not None:
+            over = self._commands.is_over()
+            over.__cause__ = self._commands.error
         while not self._commands.ended:
             self._commands.run_last()
             self.control_plane.close(self._commands.error)
@@ -573,7 +573,7 @@ class Wire:
             for link in self._flow.links.values():
                 if link.control is not None:  # what is on its way there goes out, unlike memory that is lent to libzmq
                     self._leaving.setdefault(link.control, math.inf)
-                self._flow.close(link, "the transport was closed")
+                self._flow.fail(link, over)
             for stream in list(self._polling.streams.values()):
                 stream.lose()
             self._commands.end()
