@@ -27,6 +27,7 @@ from decent_dp.errors import NonFiniteError, PeerLostError
 from decent_dp.replica import replica as replica_module
 from decent_dp.rules import DriftCorrection, OuterNesterov
 from decent_dp.transport import run_replicas
+from decent_dp.transport.link import LinkState
 from tests.helpers import SGD, assert_same, loss, net, values
 
 DEAD_AFTER = 4.0
@@ -613,3 +614,31 @@ def test_a_call_of_workers_in_different_rounds_finishes_what_is_in_flight(monkey
 
     run_replicas(1, work)
     assert settled == [ahead > 0]
+
+
+def sees_a_kill(rank: int, n: int, path: Path) -> float | None:
+    model, optimizer, replica = make(rank)
+    links = replica.transport._wire._flow.links
+    for t in range(5):
+        step(model, optimizer, t, rank)
+    replica.flush()
+    if rank == n - 1:
+        (path / "at").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    if n - 1 not in links:
+        return None
+    deadline = time.monotonic() + 20
+    while links[n - 1].state is not LinkState.GONE:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    return time.monotonic()
+
+
+def test_all_see_at_once_that_a_process_of_their_node_has_ended(workers, tmp_path):
+    """Also those that it would have dialled after a mere break: they look whether it still listens."""
+    *alive, _ = workers.outcomes(4, sees_a_kill, tmp_path, timeout=60)
+    assert [outcome.trace for outcome in alive] == [""] * 3
+    at = float((tmp_path / "at").read_text())
+    seconds = [outcome.value - at for outcome in alive if outcome.value is not None]
+    assert len(seconds) >= 2
+    assert max(seconds) < 0.35

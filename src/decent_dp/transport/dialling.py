@@ -154,8 +154,8 @@ class Dialler:
 
     def want(self, peer: int) -> None:
         """A connection is needed. It is tried until it is there, or the peer is gone."""
-        self._flow.link(peer)
-        self._due.setdefault(peer, 0.0 if self._goes_first(peer) else time.monotonic() + _OTHER_FIRST)
+        waits = self._flow.link(peer).state is LinkState.NEW and not self._goes_first(peer)
+        self._due.setdefault(peer, time.monotonic() + _OTHER_FIRST if waits else 0.0)
 
     def look(self) -> float:
         """Dials whom it is time to dial. Returns when to look again, on the monotonic clock; infinite: when something comes."""
@@ -197,6 +197,9 @@ class Dialler:
         link = self._flow.link(peer)
         if link.state in (LinkState.OPEN, LinkState.GONE) or link.incarnation != incarnation:
             self._try_again(peer)
+            return
+        if link.state is LinkState.BROKEN and not self._goes_first(peer) and time.monotonic() < link.since + _OTHER_FIRST:
+            self._try_again(peer)  # the peer still listens, and dials; if its process ends, that is noticed at once
             return
         attempt = Attempt(
             peer, target, time.monotonic() + self.timeout, partial(self._connected, peer), partial(self._failed, peer)
