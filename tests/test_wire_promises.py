@@ -394,6 +394,49 @@ def test_an_earlier_round_has_the_uplink_for_all_of_its_bytes_in_flight():
     assert sum(header.second for header in links.headers(2, DATA)) == size, "the uplink is free"
 
 
+@pytest.mark.parametrize(
+    ("rate", "granted", "frame"),
+    [
+        (0, 2**18, 2**15),
+        (0, 2**16, 2**14),
+        (1e6, 2**16, 2**14),
+        (1e7, 2**18, 50_000),
+        (1e9, 2**18, 2**17),
+        (1e9, 2**15, 2**14),
+        (1e9, 2**22, 2**19),
+    ],
+)
+def test_frames_are_as_large_as_the_network_is_fast(rate, granted, frame):
+    """At least 16 KiB; an eighth of what is wanted, or what comes in 5 ms, up to 128 KiB and half of what is wanted."""
+    links = Links(1)
+    links.open(1)
+    links.flow.link(1).network.coming.value = rate
+    links.post(1, (3, 0, 0), 2**22)
+    links.wanted(1, (3, 0, 0), granted, 2**22)
+    assert links.headers(1, DATA)[0].second == frame
+
+
+def test_what_was_said_last_leaves_a_transport_that_fails():
+    net, heard = Net(2), list[bytes]()
+    try:
+        net.connect()
+        net.wires[1]._flow._on_call = lambda peer, key, text: heard.append(text)
+
+        def say_and_fail() -> None:
+            net.wires[0]._flow.send_note(1, (0, 0, 0), b"last")
+            raise KeyError("of the test")
+
+        with contextlib.suppress(RuntimeError):
+            net.wires[0].call(say_and_fail)
+        deadline = time.monotonic() + SECONDS
+        while not heard:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert heard == [b"last"]
+    finally:
+        net.close()
+
+
 def test_a_hint_that_is_sent_before_there_is_a_connection_is_kept():
     links = Links(1)
     links.flow.send_hint(1, (0, 0, 1), b"hint")
