@@ -416,27 +416,6 @@ def test_frames_are_as_large_as_the_network_is_fast(rate, granted, frame):
     assert links.headers(1, DATA)[0].second == frame
 
 
-def test_what_was_said_last_leaves_a_transport_that_fails():
-    net, heard = Net(2), list[bytes]()
-    try:
-        net.connect()
-        net.wires[1]._flow._on_call = lambda peer, key, text: heard.append(text)
-
-        def say_and_fail() -> None:
-            for i in range(40):
-                net.wires[0]._flow.send_note(1, (i, 0, 0), bytes(50_000))
-            raise KeyError("of the test")
-
-        with contextlib.suppress(RuntimeError):
-            net.wires[0].call(say_and_fail)
-        deadline = time.monotonic() + SECONDS
-        while len(heard) < 40:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    finally:
-        net.close()
-
-
 def test_a_hint_that_is_sent_before_there_is_a_connection_is_kept():
     links = Links(1)
     links.flow.send_hint(1, (0, 0, 1), b"hint")
