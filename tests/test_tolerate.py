@@ -509,21 +509,23 @@ def test_an_earlier_state_may_be_loaded(workers):
 
 def stops_with_all(rank: int, n: int) -> Any:
     model, optimizer, replica = make(rank, faults=decent_dp.Tolerate(dead_after=1.0))
-    for t in range(60):
-        if t == 20:
-            subprocess.Popen(["sh", "-c", f"sleep 2.5; kill -CONT {os.getpid()}"])
-            os.kill(os.getpid(), signal.SIGSTOP)
+    pids = " ".join(map(str, replica.gather(os.getpid()).values()))
+    for t in range(500):
+        if t % 100 == 20 and rank == 0:
+            subprocess.Popen(["sh", "-c", f"kill -STOP {pids}; sleep 1.5; kill -CONT {pids}"])
         step(model, optimizer, t, rank)
         time.sleep(0.01)
-    updates = replica.stats().updates
+    found = replica.stats()
     replica.close()
-    return updates
+    return found.updates, found.holes
 
 
 @pytest.mark.slow
 def test_a_job_that_is_suspended_goes_on(workers):
-    """No worker takes its own stop for the silence of the others."""
-    assert workers(3, stops_with_all) == [60] * 3
+    """No worker takes its own stop for the silence of the others. Seldom libzmq does, if it has just asked for a heartbeat."""
+    found = workers(3, stops_with_all)
+    assert [updates for updates, _ in found] == [500] * 3
+    assert sum(holes for _, holes in found) <= 2
 
 
 def dies_with_its_neighbour(rank: int, n: int) -> Any:

@@ -206,9 +206,10 @@ class _SettledHandle(_WireHandle):
 
     def _wait_for(self, event: threading.Event) -> None:
         assert self.pair is not None
-        began = time.monotonic()
+        began, stopped = time.monotonic(), self._wire.stopped
         while not (event.is_set() or self._in_doubt):
-            now, lively = time.monotonic(), self.neighbours.patience(self._peer, began)
+            began, stopped = began + self._wire.stopped - stopped, self._wire.stopped
+            now, lively = self._wire.now(), self.neighbours.patience(self._peer, began)
             in_time = self.neighbours.expected_end(self.pair, began) - now
             active = max(began, self._wire.last_progress(self._peer)) + self._timeout.seconds - now
             left = min(lively, in_time, active)

@@ -179,6 +179,13 @@ class Link(ABC):
             return math.inf
         return now - self.heard if self.state is LinkState.BROKEN else 0.0
 
+    def was_stopped(self, seconds: float) -> None:
+        """This process was, and could hear nobody: no peer is silent or late for that."""
+        self.since, self.heard, self.moved = self.since + seconds, self.heard + seconds, self.moved + seconds
+        for pair in self.pairs.values():
+            pair.opened += seconds
+            pair.joined += seconds if pair.joined else 0.0
+
     @abstractmethod
     def has_begun(self, key: Key) -> bool:
         """Whether the peer is known to be in the exchange of a message."""

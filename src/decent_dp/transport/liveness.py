@@ -241,7 +241,7 @@ class WireNeighbours(Neighbours):
             return pair.opened  # it may make other rounds, without this worker
         link.patience = min(link.patience, _COMING * self._dead_after)
         end = link.expected_end(pair, began, max(self._step, _LATE))
-        if not pair.joined or time.monotonic() < end or link.heard > end:
+        if not pair.joined or self._wire.now() < end or link.heard > end:
             return end
         self._wire.call(lambda: self._flow.settlement.ask_for_life(link))
         return time.monotonic() + _ANSWER

@@ -98,6 +98,7 @@ class Wire:
         self._guest_errors = Repeats()
         self._dead_after = dead_after
         self._next_beat, self._woke = time.monotonic(), -math.inf
+        self.stopped = 0.0  # seconds for which this process was stopped so far
         self._neighbours: WireNeighbours | None = None
         self._look_at = math.inf
         self._commands = Commands()
@@ -264,10 +265,7 @@ class Wire:
     def woke(self) -> float:
         """When this process last went on after a stop in which it became a hole, on the monotonic clock; -inf for never."""
         now = time.monotonic()
-        return now if self._was_stopped(now) else self._woke
-
-    def _was_stopped(self, now: float) -> bool:
-        return now - self._next_beat > SILENT * self._dead_after
+        return now if now - self._next_beat > SILENT * self._dead_after else self._woke
 
     @property
     def interval(self) -> float:
@@ -504,16 +502,17 @@ class Wire:
 
     def _beat(self) -> None:
         """Once in a while: says where this worker is, and looks for the silent."""
-        now = time.monotonic()
-        stopped = now - self._next_beat > 2 * self.interval  # this process was, perhaps with all others
-        self._woke = now if self._was_stopped(now) else self._woke
+        self._woke, now = self.woke(), time.monotonic()
+        stopped = now - self._next_beat
+        if stopped > 2 * self.interval:  # this process was, perhaps with all others
+            for link in self._flow.links.values():
+                link.was_stopped(stopped)
+            self.stopped += stopped
         self._next_beat = now + self.interval
         self._doorman.look()
         for channel in [channel for channel, until in self._leaving.items() if now >= until]:
             self._lose(channel)
         for link in list(self._flow.links.values()):
-            if stopped:
-                link.heard = now
             if link.state is LinkState.OPEN:
                 self._flow.beat(link)
             if self._flow.tolerant:
