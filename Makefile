@@ -12,7 +12,7 @@ comma := ,
 OLDEST_PYTHON ?= python3.10
 NEWEST_PYTHON ?= python3.13
 
-.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench holes figures bench-net bench-net-long bench-net-nodes bench-gossip bench-faults-net bench-fast bench-shapes bench-time-to-loss bench-optim bench-coding bench-overhead bench-plan bench-faults bench-unequal bench-unequal-sim bench-membership endurance kills chaos-demo bench-checkpoint examples slurm trace gpu docs dist clean
+.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench holes figures bench-net bench-net-long bench-net-nodes bench-gossip bench-faults-net bench-fast bench-shapes bench-time-to-loss bench-optim bench-coding bench-overhead bench-plan bench-faults bench-slow-faults bench-unequal bench-unequal-sim bench-membership endurance kills chaos-demo bench-checkpoint examples slurm trace gpu docs dist clean
 
 help:  ## lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -144,6 +144,9 @@ bench-plan: $(VENV)/.installed  ## the planner against the lab's results and a p
 
 bench-faults: $(VENV)/.installed  ## what faults=Tolerate() costs, and what each kind of fault costs the others (6 minutes)
 	$(BIN)/python -m benchmarks.faults
+
+bench-slow-faults: $(VENV)/.installed  ## faults=Tolerate() at 1, 5 and 10 Mbit/s while a process joins (root, iproute2; 40 minutes)
+	$(BIN)/python -m benchmarks.slow_faults
 
 bench-unequal: $(VENV)/.installed  ## what a slow worker costs the others, waiting and with faults=Tolerate() (7 minutes)
 	$(BIN)/python -m benchmarks.unequal

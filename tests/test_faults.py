@@ -452,6 +452,27 @@ def test_a_link_at_one_percent_of_its_rate(train, dead_after):
         assert max(left_out[2:]) <= 2, left_out
 
 
+@pytest.mark.slow
+def test_where_links_are_slow_nobody_is_late_whose_messages_move(train):
+    """Messages of 1.2 MB take a second, and in each round one worker has no partner, and is ahead then. From round 12 on those
+    of worker 2 take 2.5 times as long, as if a new process copied its state."""
+
+    def throttle(rank: int, others: Sequence[int], round_: int, rate: float) -> list[Fault]:
+        return [
+            Fault(rank, round_, "before start", ask("throttle", *ends, rate))
+            for other in others
+            for ends in ((rank, other), (other, rank))
+        ]
+
+    n = 5
+    slow_from_the_start = [fault for rank in range(n) for fault in throttle(rank, range(rank), 1, 1.2e6)]
+    run = train(
+        n, *slow_from_the_start, *throttle(2, (0, 1, 3, 4), 12, 0.48e6), steps=24, dimension=150_000, topology="random-matching"
+    )
+    assert [run.report(rank).stats.holes for rank in range(n)] == [0] * n
+    assert [run.report(rank).stats.reconnects for rank in range(n)] == [0] * n
+
+
 # -- deaths ----------------------------------------------------------------------------------------------------------------
 
 

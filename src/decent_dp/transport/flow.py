@@ -33,6 +33,7 @@ from decent_dp.transport.messages import (
     GOT,
     HINT,
     LARGEST_FRAME,
+    MOVES,
     OFFERS,
     PAUSES,
     START,
@@ -55,6 +56,8 @@ _log = logging.getLogger(__name__)
 _FRAME_SECONDS, _FRAME_UP_TO, _SMALLEST_FRAME = 0.005, 2**17, 2**14
 # Frames that are handed to libzmq before the thread looks for what has come.
 _FRAMES = 16
+# Seconds after a part of a message for which it counts as moving.
+_MOVING = 1.0
 # STARTs of exchanges to come that are kept of one peer.
 _MOST_AHEAD = 2**16
 
@@ -397,6 +400,8 @@ class Flow:
         elif kind == BEAT:
             link.paused = bool(header.flags & PAUSES)
             link.epoch = max(link.epoch, header.epoch)
+            if header.flags & MOVES:
+                link.busy = time.monotonic()
             if header.flags & ASKS:
                 self.beat(link)
         elif kind == VOTE and header.flags == ASK:
@@ -461,8 +466,13 @@ class Flow:
         """Says in which round and epoch this worker is; ``ask``: and asks for it."""
         assert isinstance(link, WireLink)
         if link.control is not None:
-            flags = (ASKS if ask else 0) | (PAUSES if self.paused else 0)
+            flags = (ASKS if ask else 0) | (PAUSES if self.paused else 0) | (MOVES if self._moves() else 0)
             link.control.send(pack(BEAT, (max(self.round, 0), self.first_bucket, 0), flags, epoch=self.epoch))
+
+    def _moves(self) -> bool:
+        """Whether bytes of an exchange move in which both ends are."""
+        since = time.monotonic() - _MOVING
+        return any(pair.joined for link in self.links.values() if link.moved > since for pair in link.pairs.values())
 
     def beat_all(self) -> None:
         for link in self.links.values():

@@ -23,8 +23,10 @@ _OFTEN = 4
 # The part of each round's time for which a worker waits for peers that are not in their exchanges.
 _SHARE = 0.1
 # Exchanges of one bucket with one peer from which the usual time of one is known, and the most meetings that are left out
-# after an exchange has taken much longer.
-_TIMED, _LONGEST_BREAK = 8, 64
+# after an exchange has taken much longer: four times as long, as others may share its link, such as a process that joins.
+_TIMED, _LONGEST_BREAK, _LONGER = 8, 64, 4
+# Seconds from which on exchanges are slow: a peer may be late because an earlier one still moves.
+_SLOW = 0.5
 
 # (round, bucket, slot): what a message is. Slots number the messages of one exchange.
 Key: TypeAlias = tuple[int, int, int]
@@ -137,6 +139,7 @@ class Link(ABC):
         moved: when a part of a message last came or went, on the monotonic clock.
         heard: when anything last came.
         paused: the peer makes no rounds at present; ``left``: nor any more.
+        busy: when it last said that bytes of its exchanges move, on the monotonic clock.
         round: the latest round in which the peer is known to be; ``epoch``: the newest that it is known to know.
         start: the first round of a peer that has joined.
         votes, pairs: where faults are tolerated: of the exchanges with the peer, and the open ones by bucket.
@@ -151,7 +154,7 @@ class Link(ABC):
         self.peer = peer
         self.uid, self.incarnation = b"", 0
         self.state, self.since = LinkState.NEW, time.monotonic()
-        self.heard = self.moved = 0.0
+        self.heard = self.moved = self.busy = 0.0
         self.paused = self.left = self.refused = False
         self.epoch = 0
         self.round = self.start = -1
@@ -202,7 +205,7 @@ class Link(ABC):
         """When an exchange is late, on the monotonic clock; infinite for messages without a history.
 
         A peer that is in the exchange has the usual time of its messages: the median of their history, and beyond it six times
-        the median deviation. One that is not is waited for as long as its ``patience`` lasts.
+        the median deviation. One that is not is waited for as long as its ``patience`` lasts, once it is not busy any more.
 
         Args:
             began: when this worker began to wait.
@@ -211,13 +214,18 @@ class Link(ABC):
         if not pair.opened:  # the transport's thread has not opened it yet
             return math.inf
         if not pair.joined:
-            return pair.opened if self.paused else began + self.patience
+            return pair.opened if self.paused else max(began, self.busy) + self.patience
         times = self._times.get(pair.bucket, ())
         if len(times) < _TIMED:
             return math.inf  # the first messages take their time
         usual = statistics.median(times)
         deviation = 6 * statistics.median(abs(time - usual) for time in times)
-        return pair.joined + usual + max(deviation, step)
+        return pair.joined + max(usual + max(deviation, step), _LONGER * usual)
+
+    def is_slow(self, bucket: int) -> bool:
+        """Whether exchanges take long, as far as is known."""
+        times = self._times.get(bucket, ())
+        return len(times) < _TIMED or statistics.median(times) > _SLOW
 
     def waited(self, pair: Pair, began: float, step: float, most: float) -> None:
         """This worker has waited for an exchange.
@@ -226,7 +234,7 @@ class Link(ABC):
             began: when it began to wait.
             step: seconds of its rounds; each one adds to the patience, up to ``most``.
         """
-        absent = max((pair.joined or time.monotonic()) - began, 0.0)
+        absent = max((pair.joined or time.monotonic()) - max(began, self.busy), 0.0)
         earned = _SHARE * step if pair.round > self._waited_in else 0.0
         self.patience, self._waited_in = min(max(self.patience - absent, 0.0) + earned, most), pair.round
 

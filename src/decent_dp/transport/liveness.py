@@ -232,7 +232,7 @@ class WireNeighbours(Neighbours):
         """When an exchange is late (``Link.expected_end``), on the monotonic clock. ``began``: when the wait did.
 
         Messages are late only if their peer was heard since then: it is asked for a sign of life, and answers it at once. So a
-        peer that is stopped is waited for until it is silent.
+        peer that is stopped is waited for until it is silent, and one whose earlier exchange still moves until it has ended.
         """
         link = self._flow.links.get(pair.receiving.peer)
         if link is None:
@@ -241,7 +241,7 @@ class WireNeighbours(Neighbours):
             return pair.opened  # it may make other rounds, without this worker
         link.patience = min(link.patience, _COMING * self._dead_after)
         end = link.expected_end(pair, began, max(self._step, _LATE))
-        if not pair.joined or self._wire.now() < end or link.heard > end:
+        if not (pair.joined or link.is_slow(pair.bucket)) or self._wire.now() < end or link.heard > end:
             return end
         self._wire.call(lambda: self._flow.settlement.ask_for_life(link))
         return time.monotonic() + _ANSWER

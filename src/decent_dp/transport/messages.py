@@ -6,7 +6,7 @@ A message is a header of fixed length (``pack``) and, for some kinds, a body in 
 |---|---|---|---|
 | HELLO | both | the dialling worker first, then both in turn: who they are (``hello``) | is refused |
 | REFUSED | both | the listening worker: why there will be no connection | changes nothing |
-| BEAT | control | both, regularly and when asked: round, epoch, paused | replaces the one before |
+| BEAT | control | both, regularly and when asked: round, epoch, paused, moving | replaces the one before |
 | START | control | a receiver: what it has of a message, and how far it wants it; a sender: a hint, or an offer | replaces it |
 | DATA | bulk | the sender of a message that is wanted: a part; inside a node over control if a frame can hold it | is dropped |
 | VOTE | control | both, about an exchange: GOT, DROP, or ASK for the other's (``votes``) | changes nothing |
@@ -46,6 +46,7 @@ __all__ = [
     "HELLO",
     "HINT",
     "LARGEST_FRAME",
+    "MOVES",
     "OFFERS",
     "PAUSES",
     "REFUSED",
@@ -65,9 +66,9 @@ HELLO, REFUSED, BEAT, START, DATA, VOTE, CALL, BLOCK, STATE, BYE = range(1, 11)
 HINT = 1
 # Flags of a VOTE.
 GOT, DROP, ASK = 6, 7, 8
-# Flags of a BEAT: the sender wants one in return; it makes no rounds at present. Flag of a START: the sender of the START has
-# this message, or one of its own with the same key, for the other.
-ASKS, PAUSES, OFFERS = 1, 2, 1
+# Flags of a BEAT: the sender wants one in return; it makes no rounds at present; bytes of its exchanges move. Flag of a START:
+# the sender of the START has this message, or one of its own with the same key, for the other.
+ASKS, PAUSES, MOVES, OFFERS = 1, 2, 4, 1
 # In place of a bucket: an agreement's message; a block of a collective, whose number is in place of a round and whose own
 # number is the slot; how many blocks have come.
 ACK, BLOCKS, AGREEMENT = range(2**32 - 3, 2**32)

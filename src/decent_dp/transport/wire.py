@@ -519,8 +519,9 @@ class Wire:
                 self._judge(link, now)
 
     def _judge(self, link: WireLink, now: float) -> None:
-        if link.state is LinkState.OPEN and link.outstanding and now - max(link.moved, link.since) > self._dead_after:
-            # The control connection lives, and the other one brings nothing of what was offered and wanted.
+        brought = max(link.moved, link.since, link.busy)
+        if link.state is LinkState.OPEN and link.outstanding and now - brought > self._dead_after:
+            # The control connection lives, and the peer neither sends what it has offered nor moves an earlier exchange.
             self._flow.lose(link, f"it has brought nothing for {self._dead_after:g} s")
         if link.state is LinkState.BROKEN and link.silence(now) > self._dead_after:
             self._flow.settlement.expire(link)
