@@ -221,6 +221,21 @@ def test_a_transfer_that_makes_progress_may_take_longer_than_questions(short, mo
     assert time.monotonic() - began > 1.2
 
 
+def lives(stream: Any, copy: StateCopy, begin: int) -> None:
+    """It says so, and is in one step all the time."""
+    with contextlib.suppress(OSError):
+        while True:
+            say(stream, None)
+            time.sleep(0.02)
+
+
+def test_members_whose_steps_are_long_are_waited_for(short, monkeypatch):
+    monkeypatch.setattr(newcomer_module, "_LONGEST", 0.5)
+    asked = Asked(m1=[lives, lives, send_state])
+    assert asked.ask() == (1, 1.0)
+    assert asked.log == [(1, 0)] * 3
+
+
 def test_a_replica_that_heals_asks_each_member_once(short):
     asked = Asked(m1=[refuse])
     with pytest.raises(PeerLostError, match="worker 1: no"):

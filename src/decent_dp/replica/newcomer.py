@@ -188,9 +188,9 @@ def _ask(
     partial = PartialState() if partial is None else partial
     donor: tuple[int, int] | None = None  # the member whose copy ``partial`` is
     reasons: dict[int, str] = {}
-    reached = time.monotonic()
+    began = reached = time.monotonic()
     # And the seconds in which ``partial`` came. Others may wait in a call for a member that asks.
-    deadline = reached + min(transport.timeout, _STUCK if once else _LONGEST)
+    deadline = began + min(transport.timeout, _STUCK if once else _LONGEST)
     while (left := min(deadline + partial.seconds, reached + _UNREACHED) - time.monotonic()) > 0:
         others = list(members().items())
         waiting, reachable = random.sample(others, len(others)), None
@@ -211,6 +211,8 @@ def _ask(
             except (OSError, RuntimeError, CheckpointError) as error:
                 _log.info("worker %d does not give %s: %s", rank, what, error)
                 reasons[rank] = str(error)
+                if isinstance(error, TimeoutError) and not once:  # it lives, and its step is long
+                    deadline = max(deadline, min(time.monotonic() + _LONGEST, began + transport.timeout))
                 if partial.copy != copy:
                     donor = member
                 if partial.filled > filled and copy in (None, partial.copy):
