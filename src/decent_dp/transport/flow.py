@@ -400,8 +400,8 @@ class Flow:
         elif kind == BEAT:
             link.paused = bool(header.flags & PAUSES)
             link.epoch = max(link.epoch, header.epoch)
-            if header.flags & MOVES:
-                link.busy = time.monotonic()
+            link.told = time.monotonic()
+            link.busy = link.told if header.flags & MOVES else link.busy
             if header.flags & ASKS:
                 self.beat(link)
         elif kind == VOTE and header.flags == ASK:

@@ -139,7 +139,7 @@ class Link(ABC):
         moved: when a part of a message last came or went, on the monotonic clock.
         heard: when anything last came.
         paused: the peer makes no rounds at present; ``left``: nor any more.
-        busy: when it last said that bytes of its exchanges move, on the monotonic clock.
+        told: when it last said where it is (BEAT), on the monotonic clock; ``busy``: and that bytes of its exchanges move.
         round: the latest round in which the peer is known to be; ``epoch``: the newest that it is known to know.
         start: the first round of a peer that has joined.
         votes, pairs: where faults are tolerated: of the exchanges with the peer, and the open ones by bucket.
@@ -154,7 +154,7 @@ class Link(ABC):
         self.peer = peer
         self.uid, self.incarnation = b"", 0
         self.state, self.since = LinkState.NEW, time.monotonic()
-        self.heard = self.moved = self.busy = 0.0
+        self.heard = self.moved = self.told = self.busy = 0.0
         self.paused = self.left = self.refused = False
         self.epoch = 0
         self.round = self.start = -1

@@ -241,7 +241,8 @@ class WireNeighbours(Neighbours):
             return pair.opened  # it may make other rounds, without this worker
         link.patience = min(link.patience, _COMING * self._dead_after)
         end = link.expected_end(pair, began, max(self._step, _LATE))
-        if not (pair.joined or link.is_slow(pair.bucket)) or self._wire.now() < end or link.heard > end:
+        asks = pair.joined or link.is_slow(pair.bucket)
+        if not asks or self._wire.now() < end or (link.heard if pair.joined else link.told) > end:
             return end
         self._wire.call(lambda: self._flow.settlement.ask_for_life(link))
         return time.monotonic() + _ANSWER
