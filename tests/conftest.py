@@ -21,6 +21,7 @@ import torch
 
 from decent_dp.topo import TopologyReg
 from decent_dp.transport import run_replicas
+from tests import growth_once as growth_once
 from tests.workers import FOREIGN, Workers, over_sockets
 
 torch.set_num_threads(1)
