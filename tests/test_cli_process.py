@@ -44,7 +44,7 @@ def test_help_is_fast() -> None:
         return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
     # Of the processor: what others do on this machine does not count.
-    assert min(seconds() for _ in range(3)) < 0.5
+    assert any(seconds() < 0.5 for _ in range(3))
 
 
 _PROBE = """

@@ -106,7 +106,7 @@ def foreach_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     cls=st.sampled_from(CLASSES),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=120, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 def test_fast_equals_readable(lengths, s, betas, lr, eps, wd, form, cls, seed) -> None:
     """Parameters over several blocks, of exactly one and of parts of one; through many windows."""
     with pytest.MonkeyPatch.context() as patch:

@@ -252,7 +252,7 @@ def test_events_agree_with_a_clock_that_ticks(name: str) -> None:
     work, choice = Job(5e6, 20, 40, 5, jitter=0.2), Choice("decent_dp", name)
     period = len(make_rounds(made, choice))
     warmup = period * math.ceil(8 / period)
-    ticked = in_small_steps(made, work, choice, warmup + 12, dt=5e-5)
+    ticked = in_small_steps(made, work, choice, warmup + 12, dt=1e-4)
     found = predict(made, work, choice, steps=12, seed=3)
     mean = 1e3 * (ticked[-1] - ticked[warmup - 1]).mean() / 12
     assert mean > 60

@@ -82,7 +82,7 @@ def period_product(topology: Topology) -> np.ndarray:
 
 @pytest.mark.parametrize("cls", BUILT_IN)
 @given(n=st.integers(1, 40), local=st.integers(1, 9), data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_built_in_runs_properly_or_says_why_not(cls: type[Topology], n: int, local: int, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, n - 1))
     reason = cls.unfit(n, local)

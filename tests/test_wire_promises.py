@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import importlib
 import logging
 import multiprocessing
 import os
 import random
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -39,6 +39,7 @@ from decent_dp.transport.polling import Polling
 from decent_dp.transport.reading import Reader
 from decent_dp.transport.sockets import _OPEN, Curve, Event, Sockets, _inode_of
 from decent_dp.transport.state_stream import StateStream
+from tests.helpers import error_of
 from tests.wires import RUN, SECONDS, SECRET, Net, content, receive, send
 
 # -- sockets -----------------------------------------------------------------------------------------------------------------
@@ -247,11 +248,17 @@ def test_ipv6():
         sockets.close_all()
 
 
-def test_pyzmq_that_is_too_old_is_one_error():
-    code = "import zmq; zmq.pyzmq_version_info = lambda: (25, 1, 0); import decent_dp.transport.sockets"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("ImportError: decent_dp needs pyzmq 26.4 or newer")
+def has_old_pyzmq(rank: int, n: int) -> str:
+    """The packages are imported anew, in a process that ends with this."""
+    zmq.pyzmq_version_info = lambda: (25, 1, 0)  # type: ignore[assignment]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "decent_dp"]:
+        del sys.modules[name]
+    return error_of(lambda: importlib.import_module("decent_dp.transport.sockets"))
+
+
+def test_pyzmq_that_is_too_old_is_one_error(workers):
+    (error,) = workers(1, has_old_pyzmq)
+    assert error.startswith("ImportError: decent_dp needs pyzmq 26.4 or newer")
 
 
 def test_malformed_connections_stop_nobody():
