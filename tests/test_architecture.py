@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -98,6 +99,11 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports_of(path: Path) -> list[Import]:
     name = str(path.relative_to(SOURCE))
     package = ["decent_dp", *path.relative_to(SOURCE).parts[:-1]]
@@ -111,7 +117,7 @@ def imports_of(path: Path) -> list[Import]:
             target = ".".join(base + ([node.module] if node.module else []))
             # 'from decent_dp import errors' and 'from torch import distributed' import a module.
             found.extend(Import(name, node.lineno, f"{target}.{alias.name}", kind) for alias in node.names)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+        elif isinstance(node, ast.Attribute) and node.attr == "distributed" and ast.unparse(node) == "torch.distributed":
             found.append(Import(name, node.lineno, "torch.distributed", kind))
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             kind = "types"
@@ -120,17 +126,19 @@ def imports_of(path: Path) -> list[Import]:
         for child in ast.iter_child_nodes(node):
             visit(child, kind)
 
-    visit(ast.parse(path.read_text()), "top")
+    visit(tree_of(path), "top")
     return found
 
 
-ALL_IMPORTS = [(module_of(path), found) for path in FILES for found in imports_of(path)]
+@functools.cache  # rather than a constant: every process of a parallel run imports this file, and few of them use it
+def all_imports() -> list[tuple[str, Import]]:
+    return [(module_of(path), found) for path in FILES for found in imports_of(path)]
 
 
 def own_imports() -> Iterator[tuple[str, str, Import]]:
     """(importing module, imported module of ours, where), TYPE_CHECKING aside."""
     known = {module_of(path) for path in FILES}
-    for module, found in ALL_IMPORTS:
+    for module, found in all_imports():
         if found.target.split(".")[0] == "decent_dp" and found.kind != "types":
             target = found.target.removeprefix("decent_dp").lstrip(".")
             while target and target not in known:
@@ -175,7 +183,7 @@ def test_no_module_imports_itself_through_others():
 
 
 def test_only_the_rooms_that_talk_import_torch_distributed():
-    found = [f for _, f in ALL_IMPORTS if f.target.startswith("torch.distributed") and f.kind != "types"]
+    found = [f for _, f in all_imports() if f.target.startswith("torch.distributed") and f.kind != "types"]
     wrong = []
     for f in found:
         room = room_of(f.file.removesuffix(".py").replace("/", "."))
@@ -189,7 +197,7 @@ def test_only_the_rooms_that_talk_import_torch_distributed():
 @pytest.mark.parametrize("package", ONLY_IN)
 def test_extras_are_imported_in_one_room(package):
     wrong = [
-        str(f) for module, f in ALL_IMPORTS if f.target.split(".")[0] == package and room_of(module) not in ONLY_IN[package]
+        str(f) for module, f in all_imports() if f.target.split(".")[0] == package and room_of(module) not in ONLY_IN[package]
     ]
     assert wrong == []
 
@@ -197,10 +205,10 @@ def test_extras_are_imported_in_one_room(package):
 def test_the_engine_knows_no_module_and_no_optimizer():
     """``torch.autograd.graph``, whose function reports writes, is the exception."""
     forbidden = ("torch.nn", "torch.optim", "torch.autograd")
-    wrong = [str(f) for module, f in ALL_IMPORTS if room_of(module) == "engine" and f.target.startswith(forbidden)]
+    wrong = [str(f) for module, f in all_imports() if room_of(module) == "engine" and f.target.startswith(forbidden)]
     for path in FILES:
         if room_of(module_of(path)) == "engine":
-            names = {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+            names = {ast.unparse(node) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)}
             names -= {"torch.autograd"} if "torch.autograd.graph" in names else set()
             wrong += [f"{path.name}: {name}" for name in sorted(names) if name.startswith(forbidden)]
     assert [text for text in wrong if "torch.autograd.graph" not in text] == []
@@ -214,10 +222,13 @@ def test_tensors_are_made_with_a_dtype_and_a_device():
     """Users may have chosen other defaults (``torch.set_default_dtype``, ``torch.set_default_device``)."""
     wrong = []
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
-            owner, name = ast.unparse(node.func.value), node.func.attr
+            name = node.func.attr
+            if name not in {*FACTORIES, "Linear"}:
+                continue
+            owner = ast.unparse(node.func.value)
             if (owner == "torch" and name in FACTORIES) or (owner, name) == ("nn", "Linear"):
                 lacks = {"dtype", "device"} - {keyword.arg for keyword in node.keywords}
                 wrong += [f"{path.relative_to(SOURCE)}:{node.lineno} {ast.unparse(node)} lacks {sorted(lacks)}"] * bool(lacks)
@@ -226,10 +237,10 @@ def test_tensors_are_made_with_a_dtype_and_a_device():
 
 def test_the_core_needs_torch_and_numpy_alone():
     allowed = {"decent_dp", "torch", "numpy", *ONLY_IN, *sys.stdlib_module_names}
-    assert [str(f) for _, f in ALL_IMPORTS if f.target.split(".")[0] not in allowed] == []
+    assert [str(f) for _, f in all_imports() if f.target.split(".")[0] not in allowed] == []
     for room in ("topo", "errors", "_checks"):
         torch_at_top = [
-            str(f) for m, f in ALL_IMPORTS if room_of(m) == room and f.target.split(".")[0] == "torch" and f.kind == "top"
+            str(f) for m, f in all_imports() if room_of(m) == room and f.target.split(".")[0] == "torch" and f.kind == "top"
         ]
         assert torch_at_top == []
 
@@ -241,7 +252,7 @@ TORCHS = {"_values", "_version"}  # of a sparse tensor; of any tensor
 
 def test_no_room_reaches_into_another():
     """``thing._name`` is for the room that defines ``_name``, and ``self._name`` for subclasses."""
-    trees = {path: ast.parse(path.read_text()) for path in FILES}
+    trees = {path: tree_of(path) for path in FILES}
     defined: dict[str, set[str]] = {}
     for path, tree in trees.items():
         own = defined.setdefault(room_of(module_of(path)), set())
@@ -270,7 +281,7 @@ def test_files_have_at_most_600_lines():
 def test_functions_have_at_most_80_lines():
     long = {}
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 end = node.end_lineno
                 assert end is not None
@@ -326,7 +337,7 @@ def test_no_code_prints_or_configures_logging():
     for path in FILES:
         if room_of(module_of(path)) == "cli":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
                 assert called not in {"print", "logging.basicConfig"}, f"{path.name}:{node.lineno}"

@@ -314,9 +314,9 @@ def test_plan_never_cuts_a_number(cli: Cli, columns: str, monkeypatch: pytest.Mo
 
 def test_plan_from_a_measured_file(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "links.json"
-    path.write_text(json.dumps(links(8, 4, mbit=940.0, us=70.0)))
+    path.write_text(json.dumps(links(4, 2, mbit=940.0, us=70.0)))
     found = cli.json(f"{JOB} --top 1 --measured", str(path))["cluster"]
-    assert (found["world_size"], found["local_world_size"], found["backend"]) == (8, 4, "gloo")
+    assert (found["world_size"], found["local_world_size"], found["backend"]) == (4, 2, "gloo")
     assert found["inter"] == pytest.approx({"latency_us": 70, "mbit_s": 940})
     assert found["intra"] == pytest.approx({"latency_us": 70, "mbit_s": 9400})
     assert cli.json(f"{JOB} --top 1 --backend nccl --measured", str(path))["cluster"]["backend"] == "nccl"

@@ -127,8 +127,8 @@ def test_wrong_settings_are_named(arguments, kind, message):
     [
         (OuterNesterov(), "base-2", 8, None),
         (OuterNesterov(), "base-2", 5, "0.7"),
-        (OuterNesterov(), "base-2", 6, "0.7"),
-        (OuterNesterov(), "base-2", 16, "0.7"),
+        pytest.param(OuterNesterov(), "base-2", 6, "0.7", marks=pytest.mark.slow),
+        pytest.param(OuterNesterov(), "base-2", 16, "0.7", marks=pytest.mark.slow),
         (OuterNesterov(), "complete", 6, None),
         (GASLoC(1.0, 0.9), "base-2", 8, "0.7"),
         pytest.param(GASLoC(1.0, 0.9), "random-matching", 6, "0.7", marks=pytest.mark.slow),

@@ -19,6 +19,7 @@ from decent_dp.compression.blockwise import _BLOCK_ON_CPU as BLOCK
 from decent_dp.compression.lattice import _FEW, LARGEST_NUMBER, Scratch
 from decent_dp.compression.stochastic_rounding import noise_at, noise_starts, noise_table
 from decent_dp.kernels import load_numba
+from tests.helpers import some_in_the_fast_tests
 
 pytestmark = pytest.mark.skipif(load_numba("int8_cpu") is None, reason="needs Numba that compiles")
 CPU = torch.device("cpu")
@@ -111,8 +112,11 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    some_in_the_fast_tests(SIZES, [torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+    ids=str,
+)
 def test_messages_and_values_are_the_same(sizes, dtype):
     """Round after round, near and far: so blocks are accepted and rejected in turn."""
     a, b = (Twins([randn(size, i) for i, size in enumerate(sizes)], dtype) for _ in range(2))

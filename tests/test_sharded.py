@@ -44,7 +44,7 @@ CASES = {
     "bfloat16": Case({"compression": "bfloat16"}, tolerance=0.02),
     "int8": Case({"compression": "int8", "topology": "complete", "overlap": False}, tolerance=0.05, steps=15),
     # The means of columns are those of a shard.
-    "gossip-adamw": Case({}, partial(GossipAdamW, lr=0.01), tolerance=0.03, clip=0.3),
+    "gossip-adamw": Case({}, partial(GossipAdamW, lr=0.01), tolerance=0.03, clip=0.3, steps=11),
     "drift": Case({"rule": DriftCorrection()}, partial(GossipAdamW, lr=0.01), tolerance=0.03, clip=0.3),
     # Several of them together, for the fast tests.
     "outer in windows": Case(
@@ -54,7 +54,7 @@ CASES = {
         clip=0.3,
         bf16=True,
         fsdp={"reshard_after_forward": False},
-        steps=15,
+        steps=9,
     ),
 }
 SIX = ("base-2", "one-peer-exp", "window", "bf16", "outer", "gossip-adamw")
