@@ -50,7 +50,7 @@ from decent_dp.launch.local import store_on
 
 PACE, LR, BATCH = 1.5, 0.05, 32
 # Seconds: for all to start, until a killed worker is started again, without faults at the end, and for all to end after that.
-START, RESTART, CALM, GRACE = 300.0, 3.0, 25.0, 120.0
+START, RESTART, CALM, GRACE = 900.0, 3.0, 25.0, 120.0
 # How often each fault is drawn, and the least and most seconds that it lasts.
 KINDS = {"kill": (4, 0.0, 0.0), "freeze": (3, 2.0, 30.0), "part": (2, 5.0, 40.0), "slow": (2, 10.0, 60.0)}
 # What ends it.
