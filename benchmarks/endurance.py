@@ -235,9 +235,11 @@ class Run:
     def wait_until_ready(self) -> None:
         begun = time.monotonic()
         while not all((self.folder / f"ready-{rank}").exists() for rank in range(self.n)):
-            if any(worker.poll() is not None for worker in self._workers.values()) or time.monotonic() > begun + START:
+            ended = [rank for rank, worker in self._workers.items() if worker.poll() is not None]
+            if ended or time.monotonic() > begun + START:
                 self.close()
-                raise RuntimeError(f"not all workers have started: see {self.folder}")
+                logs = {rank: (self.folder / f"worker-{rank}.log").read_text(errors="replace")[-3000:] for rank in ended[:1]}
+                raise RuntimeError(f"not all workers have started within {START:g} s, or some have ended: {ended} {logs}")
             time.sleep(0.1)
 
     def train(self, start: float) -> None:

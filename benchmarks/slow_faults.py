@@ -153,12 +153,19 @@ def main() -> None:
     result = json.loads(RESULT.read_text()) if sys.argv[1:] else {"cases": {}}
     command = [sys.executable, "-m", "benchmarks.slow_faults", "case"]
     started = {case: subprocess.Popen([*command, case], stdout=subprocess.PIPE, text=True) for case in chosen}
+    failed = []
     for case, process in started.items():
-        result["cases"][case] = json.loads(process.communicate()[0])
+        seen = process.communicate()[0]
+        if process.returncode:
+            failed.append(case)
+        else:
+            result["cases"][case] = json.loads(seen)
     result |= {"machine": "two shared cores, nodes are network namespaces", "minutes": MINUTES}
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     RESULT.with_suffix(".md").write_text(table(result))
     print(table(result))
+    if failed:
+        raise SystemExit(f"these have failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

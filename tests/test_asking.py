@@ -231,6 +231,7 @@ def lives(stream: Any, copy: StateCopy, begin: int) -> None:
 
 def test_members_whose_steps_are_long_are_waited_for(short, monkeypatch):
     monkeypatch.setattr(newcomer_module, "_LONGEST", 0.5)
+    monkeypatch.setattr(newcomer_module, "_UNREACHED", 0.3)
     asked = Asked(m1=[lives, lives, send_state])
     assert asked.ask() == (1, 1.0)
     assert asked.log == [(1, 0)] * 3

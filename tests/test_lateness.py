@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from decent_dp.transport.base import Verdict
 from decent_dp.transport.channels import Network, WireLink
-from decent_dp.transport.link import Pair, Receiving, Sending
+from decent_dp.transport.flow import Flow
+from decent_dp.transport.link import LinkState, Pair, Receiving, Sending
+from decent_dp.transport.liveness import WireNeighbours
+from decent_dp.transport.messages import BEAT, MOVES, Header
 
 USUAL, STEP = 2.0, 0.3
 
@@ -36,25 +40,60 @@ def test_messages_are_late_after_four_times_their_usual_time(link):
     assert WireLink(2, link.network).expected_end(new_pair(8, joined=100.0), 100.5, STEP) == math.inf
 
 
+def hear_beat(link: WireLink, flags: int = MOVES) -> None:
+    flow = Flow(0, frozenset(), print, print, print, print)
+    flow.links[link.peer] = link
+    flow.hear(link, Header(BEAT, flags, 0, (0, 0, 0), 0, 0, 0), b"")
+
+
 def test_a_peer_that_still_moves_an_earlier_exchange_is_not_late_yet(link):
-    pair = new_pair(8)
+    pair = link.pairs[0] = new_pair(8)
     assert link.expected_end(pair, 100.2, STEP) == 100.2 + 0.5
-    link.busy = 100.9
-    assert link.expected_end(pair, 100.2, STEP) == 100.9 + 0.5
-    # What it was busy for costs no patience: of 0.8 s until it came only 0.1 s are its own, and a step earns 0.03.
-    pair.joined = 101.0
+    hear_beat(link)
+    assert link.expected_end(pair, 100.2, STEP) == 101.0 + 0.5
+    # An earlier exchange takes no longer than one of this link may.
+    assert link.expected_end(pair, 80.0, STEP) == 80.0 + 4 * USUAL + 0.5
+
+
+def test_what_it_moves_costs_no_patience_and_its_computation_does(link, monkeypatch):
+    """What it says once it is in the exchange, whose own bytes move then, excuses nothing."""
+    pair = link.pairs[0] = new_pair(8)
+    hear_beat(link)
+    pair.joined = 101.1
+    monkeypatch.setattr("time.monotonic", lambda: 102.0)
+    hear_beat(link)
     link.waited(pair, 100.2, STEP, 4.0)
     assert link.patience == pytest.approx(0.5 - 0.1 + 0.03)
 
 
-def test_a_stop_of_this_process_makes_no_peer_silent_or_late(link):
+@pytest.mark.parametrize("kind", ["absent", "in it"])
+def test_who_does_not_answer_is_waited_for_no_longer_than_the_silent(link, monkeypatch, kind):
+    """Its connection lives, as libzmq answers by itself, and its interpreter does nothing."""
+    asked, now = [], 100.0
+    flow = SimpleNamespace(links={1: link}, epoch=0, settlement=SimpleNamespace(ask_for_life=asked.append))
+    wire = SimpleNamespace(call=lambda command: command(), now=lambda: now)
+    neighbours = WireNeighbours(wire, flow, 0, dead_after=10.0)  # type: ignore[arg-type]
+    pair, end = new_pair(8, joined=100.0 if kind == "in it" else 0.0), 100.0 + (4 * USUAL if kind == "in it" else 0.5)
+    link.enter(LinkState.OPEN)
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    assert (neighbours.expected_end(pair, 100.0), asked) == (end, [])
+    for now in (end + 0.1, end + 2.9):
+        assert neighbours.expected_end(pair, 100.0) > now
+    assert asked == [link] * 2
+    now = end + 3.1
+    assert neighbours.expected_end(pair, 100.0) == end
+
+
+def test_a_stop_of_this_process_makes_no_peer_silent_or_late(link, monkeypatch):
     pair = link.pairs[0] = new_pair(8, joined=100.0)
     waits = link.pairs[1] = new_pair(8)
-    link.heard = link.moved = 100.0
+    link.heard = link.moved = link.busy = 100.0
+    link.told = 112.9  # was read since
+    monkeypatch.setattr("time.monotonic", lambda: 113.0)
     link.was_stopped(12.0)
     assert link.expected_end(pair, 112.5, STEP) == 112.0 + 4 * USUAL
     assert (waits.opened, waits.joined) == (112.0, 0.0)  # the peer is still to come
-    assert (link.heard, link.moved) == (112.0, 112.0)
+    assert (link.heard, link.moved, link.busy, link.told) == (112.0, 112.0, 112.0, 113.0)
 
 
 @pytest.mark.parametrize(("times", "slow"), [(0.1, False), (2.0, True)])

@@ -15,7 +15,7 @@ from decent_dp.replica.consistency import tensor_sizes
 from decent_dp.replica.host import Host
 from decent_dp.replica.replica import Listener, Replica
 from decent_dp.replica.snapshot import put_back, replace_values
-from decent_dp.replica.transfer import PartialState, hear_answer, receive_state, say
+from decent_dp.replica.transfer import NotYetError, PartialState, hear_answer, receive_state, say
 from decent_dp.transport import NewcomerTransport, Transport
 from decent_dp.transport.neighbours import Stream
 
@@ -211,8 +211,9 @@ def _ask(
             except (OSError, RuntimeError, CheckpointError) as error:
                 _log.info("worker %d does not give %s: %s", rank, what, error)
                 reasons[rank] = str(error)
-                if isinstance(error, TimeoutError) and not once:  # it lives, and its step is long
-                    deadline = max(deadline, min(time.monotonic() + _LONGEST, began + transport.timeout))
+                if isinstance(error, NotYetError) and not once:  # its step is long
+                    reached = time.monotonic()
+                    deadline = max(deadline, min(reached + _LONGEST, began + transport.timeout))
                 if partial.copy != copy:
                     donor = member
                 if partial.filled > filled and copy in (None, partial.copy):

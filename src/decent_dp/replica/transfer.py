@@ -25,12 +25,16 @@ from torch import Tensor
 from decent_dp.serialization import decode, read_json
 from decent_dp.transport.neighbours import Stream
 
-__all__ = ["PartialState", "StateCopy", "hear", "hear_answer", "receive_state", "say", "send_state"]
+__all__ = ["NotYetError", "PartialState", "StateCopy", "hear", "hear_answer", "receive_state", "say", "send_state"]
 
 # Bytes of the largest message without and with a tree, and of a part of a tensor that is sent or received at once: one must be
 # sent within the socket's timeout. The SHA-256 is remembered every so many bytes: hashing GBs again takes longer than receivers
 # wait.
 _LARGEST, _LARGEST_TREE, _PART, _REMEMBERED = 2**20, 2**30, 2**18, 2**26
+
+
+class NotYetError(TimeoutError):
+    """The other end lives, and needs more time than there was."""
 
 
 def say(stream: Stream, message: Any) -> None:
@@ -63,12 +67,12 @@ def hear_answer(stream: Stream, seconds: float, largest: int = _LARGEST) -> Any:
 
     Raises:
         ConnectionError: as of ``hear``, or the other end has refused.
-        TimeoutError: there is none within so many seconds.
+        NotYetError: there is none within so many seconds.
     """
     deadline, answer = time.monotonic() + seconds, None
     while answer is None:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"it has not answered within {seconds:g} s")
+            raise NotYetError(f"it has not answered within {seconds:g} s")
         answer = hear(stream, largest)
     if "refused" in answer:
         raise ConnectionError(answer["refused"])

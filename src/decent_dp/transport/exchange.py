@@ -206,10 +206,12 @@ class _SettledHandle(_WireHandle):
 
     def _wait_for(self, event: threading.Event) -> None:
         assert self.pair is not None
-        began, stopped = time.monotonic(), self._wire.stopped
+        # As if the clock stood still while this process was stopped.
+        offset = self._wire.now() - self._wire.stopped
         while not (event.is_set() or self._in_doubt):
-            began, stopped = began + self._wire.stopped - stopped, self._wire.stopped
-            now, lively = self._wire.now(), self.neighbours.patience(self._peer, began)
+            now = self._wire.now()  # first: the thread changes it last
+            began = min(offset + self._wire.stopped, now)
+            lively = self.neighbours.patience(self._peer, began)
             in_time = self.neighbours.expected_end(self.pair, began) - now
             active = max(began, self._wire.last_progress(self._peer)) + self._timeout.seconds - now
             left = min(lively, in_time, active)
@@ -217,7 +219,7 @@ class _SettledHandle(_WireHandle):
                 event.wait(min(left, _LOOK_AT_PEERS))
             elif self.neighbours.abandon(self._peer, self._key, late=lively > 0 and in_time <= 0) is Verdict.OPEN:
                 self._in_doubt = True
-        self.neighbours.waited(self.pair, began)
+        self.neighbours.waited(self.pair, offset + self._wire.stopped)
 
 
 class WireExchanges:

@@ -401,7 +401,10 @@ class Flow:
             link.paused = bool(header.flags & PAUSES)
             link.epoch = max(link.epoch, header.epoch)
             link.told = time.monotonic()
-            link.busy = link.told if header.flags & MOVES else link.busy
+            if header.flags & MOVES:
+                link.busy = link.told
+                for pair in link.pairs.values():
+                    pair.busy = pair.busy if pair.joined else link.told
             if header.flags & ASKS:
                 self.beat(link)
         elif kind == VOTE and header.flags == ASK:
@@ -470,7 +473,8 @@ class Flow:
             link.control.send(pack(BEAT, (max(self.round, 0), self.first_bucket, 0), flags, epoch=self.epoch))
 
     def _moves(self) -> bool:
-        """Whether bytes of an exchange move in which both ends are."""
+        """Whether bytes of an exchange move in which both ends are. Who only waits for such a worker is not excused: so nobody
+        waits in a circle."""
         since = time.monotonic() - _MOVING
         return any(pair.joined for link in self.links.values() if link.moved > since for pair in link.pairs.values())
 

@@ -106,6 +106,7 @@ class Pair:
     Attributes:
         settle: called once with BOTH or NEITHER, in the transport's thread.
         opened, joined: when this end was in this exchange, and both were; 0 until then.
+        busy: when the peer, which was not in it yet, last said that bytes of an earlier one move; 0: it has not.
     """
 
     receiving: Receiving
@@ -113,6 +114,7 @@ class Pair:
     settle: Callable[[Verdict], None]
     opened: float = 0.0
     joined: float = 0.0
+    busy: float = 0.0
 
     @property
     def complete(self) -> bool:
@@ -139,7 +141,8 @@ class Link(ABC):
         moved: when a part of a message last came or went, on the monotonic clock.
         heard: when anything last came.
         paused: the peer makes no rounds at present; ``left``: nor any more.
-        told: when it last said where it is (BEAT), on the monotonic clock; ``busy``: and that bytes of its exchanges move.
+        told: when the last BEAT came from it, on the monotonic clock; ``busy``: the last one with which it said that bytes of
+            its exchanges move.
         round: the latest round in which the peer is known to be; ``epoch``: the newest that it is known to know.
         start: the first round of a peer that has joined.
         votes, pairs: where faults are tolerated: of the exchanges with the peer, and the open ones by bucket.
@@ -183,11 +186,16 @@ class Link(ABC):
         return now - self.heard if self.state is LinkState.BROKEN else 0.0
 
     def was_stopped(self, seconds: float) -> None:
-        """This process was, and could hear nobody: no peer is silent or late for that."""
-        self.since, self.heard, self.moved = self.since + seconds, self.heard + seconds, self.moved + seconds
+        """This process was, or its transport's thread, and could hear nobody: no peer is silent or late for that."""
+        now = time.monotonic()
+
+        def later(than: float) -> float:
+            return min(than + seconds, now) if than else 0.0
+
+        self.since, self.heard, self.moved = later(self.since), later(self.heard), later(self.moved)
+        self.told, self.busy = later(self.told), later(self.busy)
         for pair in self.pairs.values():
-            pair.opened += seconds
-            pair.joined += seconds if pair.joined else 0.0
+            pair.opened, pair.joined, pair.busy = later(pair.opened), later(pair.joined), later(pair.busy)
 
     @abstractmethod
     def has_begun(self, key: Key) -> bool:
@@ -205,7 +213,7 @@ class Link(ABC):
         """When an exchange is late, on the monotonic clock; infinite for messages without a history.
 
         A peer that is in the exchange has the usual time of its messages: the median of their history, and beyond it six times
-        the median deviation. One that is not is waited for as long as its ``patience`` lasts, once it is not busy any more.
+        the median deviation. One that is not is waited for as long as its ``patience`` lasts, from when on it has no excuse.
 
         Args:
             began: when this worker began to wait.
@@ -214,7 +222,7 @@ class Link(ABC):
         if not pair.opened:  # the transport's thread has not opened it yet
             return math.inf
         if not pair.joined:
-            return pair.opened if self.paused else max(began, self.busy) + self.patience
+            return pair.opened if self.paused else self._inexcusable_since(pair, began) + self.patience
         times = self._times.get(pair.bucket, ())
         if len(times) < _TIMED:
             return math.inf  # the first messages take their time
@@ -223,9 +231,17 @@ class Link(ABC):
         return pair.joined + max(usual + max(deviation, step), _LONGER * usual)
 
     def is_slow(self, bucket: int) -> bool:
-        """Whether exchanges take long, as far as is known."""
+        """Whether exchanges take long, or it is not known yet."""
         times = self._times.get(bucket, ())
         return len(times) < _TIMED or statistics.median(times) > _SLOW
+
+    def _inexcusable_since(self, pair: Pair, began: float) -> float:
+        """When this worker began to wait; where exchanges are slow, when the peer last said that an earlier one moves. That one
+        may take no longer than one of this link, which depends on the place of its bucket."""
+        if not (pair.busy and self.is_slow(pair.bucket)):
+            return began
+        longest = max((statistics.median(times) for times in self._times.values() if len(times) >= _TIMED), default=math.inf)
+        return min(max(began, pair.busy), began + _LONGER * longest)
 
     def waited(self, pair: Pair, began: float, step: float, most: float) -> None:
         """This worker has waited for an exchange.
@@ -234,7 +250,7 @@ class Link(ABC):
             began: when it began to wait.
             step: seconds of its rounds; each one adds to the patience, up to ``most``.
         """
-        absent = max((pair.joined or time.monotonic()) - max(began, self.busy), 0.0)
+        absent = max((pair.joined or time.monotonic()) - self._inexcusable_since(pair, began), 0.0)
         earned = _SHARE * step if pair.round > self._waited_in else 0.0
         self.patience, self._waited_in = min(max(self.patience - absent, 0.0) + earned, most), pair.round
 

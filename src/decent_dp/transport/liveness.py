@@ -232,7 +232,8 @@ class WireNeighbours(Neighbours):
         """When an exchange is late (``Link.expected_end``), on the monotonic clock. ``began``: when the wait did.
 
         Messages are late only if their peer was heard since then: it is asked for a sign of life, and answers it at once. So a
-        peer that is stopped is waited for until it is silent, and one whose earlier exchange still moves until it has ended.
+        peer that is stopped is waited for until it is silent. Where exchanges are slow, a peer that is not in this one yet is
+        asked, too: it may be in an earlier one. Who is too busy to answer is not waited for longer than the silent.
         """
         link = self._flow.links.get(pair.receiving.peer)
         if link is None:
@@ -241,8 +242,9 @@ class WireNeighbours(Neighbours):
             return pair.opened  # it may make other rounds, without this worker
         link.patience = min(link.patience, _COMING * self._dead_after)
         end = link.expected_end(pair, began, max(self._step, _LATE))
-        asks = pair.joined or link.is_slow(pair.bucket)
-        if not asks or self._wire.now() < end or (link.heard if pair.joined else link.told) > end:
+        asks = pair.joined or (link.is_slow(pair.bucket) and link.state is LinkState.OPEN)
+        answered, now = link.heard if pair.joined else link.told, self._wire.now()
+        if not asks or now < end or answered > end or now > end + SILENT * self._dead_after:
             return end
         self._wire.call(lambda: self._flow.settlement.ask_for_life(link))
         return time.monotonic() + _ANSWER

@@ -98,7 +98,7 @@ class Wire:
         self._guest_errors = Repeats()
         self._dead_after = dead_after
         self._next_beat, self._woke = time.monotonic(), -math.inf
-        self.stopped = 0.0  # seconds for which this process was stopped so far
+        self.stopped = 0.0  # seconds for which this process, or this thread, was stopped so far
         self._neighbours: WireNeighbours | None = None
         self._look_at = math.inf
         self._commands = Commands()
@@ -349,6 +349,7 @@ class Wire:
     def _step(self, more: bool) -> bool:
         """One turn. ``more``: there is more to send. Returns whether there is still."""
         happened = self._polling.wait(0 if more else math.ceil(1000 * self._patience()))
+        self._beat_if_due()  # before what has come is read: this process may have been stopped
         for stream in happened:
             socket = self._polling.sources.get(stream)
             if socket is not None and stream is socket.monitor:
@@ -366,7 +367,6 @@ class Wire:
         for channel in self._polling.over:
             self._end(channel)
         self._polling.over.clear()
-        self._beat_if_due()
         self._commands.run()
         more = self._flow.go_on()
         if self._closing is None:
