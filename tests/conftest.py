@@ -37,12 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)  # also without xdist
 def pytest_xdist_auto_num_workers() -> int | None:
-    """One more than there are cores: tests wait for a quarter of their time. Each process costs 20 seconds of a core for its
-    imports. A number in the environment counts."""
+    """Two more than there are cores: many tests wait. A number in the environment counts."""
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores + 1
+    return cores + 2
 
 
 def pytest_collection_finish() -> None:

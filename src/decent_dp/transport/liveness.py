@@ -233,7 +233,8 @@ class WireNeighbours(Neighbours):
 
         Messages are late only if their peer was heard since then: it is asked for a sign of life, and answers it at once. So a
         peer that is stopped is waited for until it is silent. Where exchanges are slow, a peer that is not in this one yet is
-        asked, too: it may be in an earlier one. Who is too busy to answer is not waited for longer than the silent.
+        asked, too: it may be in an earlier one. One that is too busy to answer is not waited for longer than the silent; if it
+        is in this one it is, as giving up bytes on their way would cost the connection.
         """
         link = self._flow.links.get(pair.receiving.peer)
         if link is None:
@@ -244,7 +245,8 @@ class WireNeighbours(Neighbours):
         end = link.expected_end(pair, began, max(self._step, _LATE))
         asks = pair.joined or (link.is_slow(pair.bucket) and link.state is LinkState.OPEN)
         answered, now = link.heard if pair.joined else link.told, self._wire.now()
-        if not asks or now < end or answered > end or now > end + SILENT * self._dead_after:
+        limit = math.inf if pair.joined else end + SILENT * self._dead_after
+        if not asks or now < end or answered > end or now > limit:
             return end
         self._wire.call(lambda: self._flow.settlement.ask_for_life(link))
         return time.monotonic() + _ANSWER
