@@ -577,6 +577,7 @@ def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch, fault):
         main(["plan"])
 
 
+@pytest.mark.slow
 def test_simulate_corrects_drifts(capsys):
     """With uneven data the replicas are closer together."""
     distances = []
