@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 import decent_dp
 from benchmarks import faults as faults_benchmark
+from benchmarks import slow_faults
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import NonFiniteError, PeerLostError
 from decent_dp.replica import replica as replica_module
@@ -591,7 +592,8 @@ def test_the_page_shows_the_committed_figures():
     rows = dict(map(cells_of, (results / "faults.md").read_text().splitlines()[2:]))
     assert rows == faults_benchmark.rows(json.loads((results / "faults.json").read_text()))
     assert {what: shown.get(what) for what in rows} == rows
-    for name in ("unequal", "unequal-sim"):
+    assert (results / "slow-faults.md").read_text() == slow_faults.table(json.loads((results / "slow-faults.json").read_text()))
+    for name in ("unequal", "unequal-sim", "slow-faults"):
         assert (results / f"{name}.md").read_text().strip() in page
 
 
