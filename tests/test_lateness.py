@@ -12,7 +12,8 @@ from decent_dp.transport.channels import Network, WireLink
 from decent_dp.transport.flow import Flow
 from decent_dp.transport.link import LinkState, Pair, Receiving, Sending
 from decent_dp.transport.liveness import WireNeighbours
-from decent_dp.transport.messages import BEAT, MOVES, Header
+from decent_dp.transport.messages import BEAT, MOVES, Header, unpack
+from decent_dp.transport.wire import Wire
 
 USUAL, STEP = 2.0, 0.3
 
@@ -76,6 +77,7 @@ def test_who_does_not_answer_is_waited_for_no_longer_than_the_silent(link, monke
     neighbours = WireNeighbours(wire, flow, 0, dead_after=10.0)  # type: ignore[arg-type]
     pair, end = new_pair(8, joined=joined), 100.0 + (4 * USUAL if joined else 0.5)
     link.enter(LinkState.OPEN)
+    link.heard = 0.0 if joined else end + 0.05  # another message says nothing about an earlier exchange
     monkeypatch.setattr("time.monotonic", lambda: now)
     assert (neighbours.expected_end(pair, 100.0), asked) == (end, [])
     for now in (end + 0.1, end + 2.9):
@@ -95,6 +97,27 @@ def test_a_stop_of_this_process_makes_no_peer_silent_or_late(link, monkeypatch):
     assert link.expected_end(pair, 112.5, STEP) == 112.0 + 4 * USUAL
     assert (waits.opened, waits.joined) == (112.0, 0.0)  # the peer is still to come
     assert (link.heard, link.moved, link.busy, link.told) == (112.0, 112.0, 112.0, 113.0)
+
+
+@pytest.mark.parametrize(("joined", "moved", "flags"), [(100.5, 100.9, MOVES), (0.0, 100.9, 0), (100.5, 99.0, 0)])
+def test_a_heartbeat_says_that_bytes_move_of_an_exchange_in_which_both_are(link, joined, moved, flags):
+    sent: list[bytes] = []
+    flow = Flow(0, frozenset(), print, print, print, print)
+    flow.links[1] = link
+    link.pairs[0], link.moved = new_pair(8, joined=joined), moved
+    link.control = SimpleNamespace(send=sent.append)  # type: ignore[assignment]
+    flow.beat(link)
+    assert unpack(sent[0], 1).flags == flags
+
+
+@pytest.mark.parametrize(("busy", "lost"), [(90.0, 1), (100.0, 0)])
+def test_wanted_bytes_may_wait_for_an_earlier_exchange_of_their_sender(link, busy, lost):
+    """Without that excuse a connection that brings nothing for ``dead_after`` is made anew."""
+    losses: list[str] = []
+    wire = SimpleNamespace(_dead_after=10.0, _flow=SimpleNamespace(lose=lambda of, reason: losses.append(reason)))
+    link.state, link.outstanding, link.since, link.moved, link.busy = LinkState.OPEN, 1, 80.0, 90.0, busy
+    Wire._judge(wire, link, 101.0)  # type: ignore[arg-type]
+    assert len(losses) == lost
 
 
 @pytest.mark.parametrize(("times", "slow"), [(0.1, False), (2.0, True)])
