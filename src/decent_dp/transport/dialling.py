@@ -142,7 +142,7 @@ class Dialler:
     ) -> None:
         self._flow, self._poll, self._sockets = flow, poll, sockets
         self._identity, self._secret, self._curve = identity, secret, curve
-        self._find, self._call, self.timeout = find, call, timeout
+        self._find, self._call, self._timeout = find, call, timeout
         self._goes_first, self._on_error, self._refused = goes_first, on_error, refused
         self.replaced = False
         # When each peer is dialled next; infinite while it is being dialled.
@@ -202,7 +202,7 @@ class Dialler:
             self._try_again(peer)  # the peer still listens, and dials; if its process ends, that is noticed at once
             return
         attempt = Attempt(
-            peer, target, time.monotonic() + self.timeout, partial(self._connected, peer), partial(self._failed, peer)
+            peer, target, time.monotonic() + self._timeout, partial(self._connected, peer), partial(self._failed, peer)
         )
         self._attempts[peer] = attempt
         self._start(attempt, self._identity, (CONTROL, BULK))
@@ -338,7 +338,7 @@ class Dialler:
         ago = time.monotonic() - self._failed_at.setdefault(peer, time.monotonic())
         may_come = isinstance(error, UnreachableError) and not link.network.local and ago < _GRACE
         # One whose interpreter was busy for as long as a handshake may take.
-        is_busy = isinstance(error, _EndedError) and ago < self.timeout
+        is_busy = isinstance(error, _EndedError) and ago < self._timeout
         if not (may_come or is_busy):
             self._due.pop(peer, None)
             self._refused(peer, error)

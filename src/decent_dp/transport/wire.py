@@ -284,7 +284,6 @@ class Wire:
         """
         self.control_plane.expand(places)
         self._dead_after = self._flow.dead_after = dead_after
-        self._dialler.timeout = min(self._dialler.timeout, dead_after)
         self.call(self._beat)  # it is more often from now on
         self._neighbours = WireNeighbours(self, self._flow, self._identity.rank, dead_after)
         return self._neighbours
