@@ -360,9 +360,9 @@ def test_random_schedules():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(20, 20000, 4995))
+@pytest.mark.parametrize("first", range(20, 20000, 999))
 def test_many_random_schedules(first):
-    for seed in range(first, first + 4995):
+    for seed in range(first, first + 999):
         schedule(seed)
 
 

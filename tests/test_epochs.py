@@ -28,7 +28,7 @@ from decent_dp.topo import Edge, EveryTopology, Topology, make_topology
 from decent_dp.topo.epochs import EpochTopology
 from decent_dp.transport import InProcessTransport
 from decent_dp.transport.agreement import Decision
-from decent_dp.transport.communicators import Rendezvous, address_key
+from decent_dp.transport.communicators import Rendezvous, _unbound, address_key
 from tests.helpers import assert_same, values
 from tests.test_survivor_calls import survivors
 from tests.test_tolerate import DEAD_AFTER, make, step
@@ -461,7 +461,8 @@ def test_the_address_of_a_process_that_joins_is_found_in_a_store_that_was_restar
             rendezvous.address_of(1, 5, 5.0)
         stop(server)
         server, _ = serve(port)
-        address = {"node": "b", "incarnation": 5, "host": "10.0.0.1", "port": 1234}
+        address: dict[str, Any] = {"node": "b", "incarnation": 5, "host": "10.0.0.1", "port": 1234, "bulk": 1235, "rank": 1}
+        address["mac"] = rendezvous.bind(_unbound(address))
         new = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         new.set(f"decent_dp/run/{address_key(1, 5)}", json.dumps(address))
         with pytest.raises(ConnectionError):

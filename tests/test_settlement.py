@@ -362,6 +362,15 @@ def test_votes_on_wild_buckets_are_refused():
         assert isinstance(end.link.cause, WireError)
 
 
+def test_an_exchange_with_a_peer_that_has_sent_what_was_not_due_is_a_hole():
+    world = World(0, (1, 1))
+    end = world.ends[0]
+    end.streams[0].arrived.append([pack(VOTE, (0, 2**20, 0), DROP)])
+    end.read()
+    world.open(end, (0, 0, 0))
+    assert end.verdicts[0, 0] is Verdict.NEITHER
+
+
 def test_messages_without_an_exchange_are_no_error():
     end = World(0, (1, 1)).ends[0]
     end.streams[0].arrived += [[pack(VOTE, (7, 0, 0), word)] for word in (ASK, GOT, DROP)]

@@ -179,6 +179,37 @@ def hinted_exchanges(transport: Transport, edges: list[list[Edge]]) -> None:
             assert (found - expected).abs().max() <= (2 + (len(edge.ranks) > 2)) * step
 
 
+class Gathered(Lossless):
+    """Is not summed on the way."""
+
+    gathers = True
+
+
+def gathered(transport: Transport, ranks: list[int]) -> None:
+    """Every member gets every message, where two buckets of two rounds are in flight."""
+    rank, flying = transport.rank, []
+    others = sorted(set(ranks) - {rank})
+    if rank not in ranks:
+        return
+    for exchange_id in (ExchangeId(t, bucket) for t in range(2) for bucket in range(len(SIZES))):
+        values = payload(rank, exchange_id, SIZES[exchange_id.bucket], torch.float32)
+        values[3:4] = math.nan if exchange_id.round else 0.0
+        own = request(values, rank, exchange_id, Gathered, others=len(others))
+        flying.append((own, transport.start(Edge(ranks, 1 / len(ranks)), own)))
+    for own, handle in flying:
+        handle.wait()
+        compression, size = own.compression, own.values[0].numel()
+        assert handle.bytes_sent == len(others) * compression.payload(compression.chunks)
+        for other, message in zip(others, own.received.tensor_split(len(others)), strict=True):
+            expected = payload(other, own.exchange_id, size, torch.float32)
+            expected[3:4] = math.nan if own.exchange_id.round else 0.0
+            assert message.view(torch.float32)[:size].equal(expected) or own.exchange_id.round, own.exchange_id
+            assert torch.equal(message.view(torch.float32)[:size].nan_to_num(), expected.nan_to_num())
+        if handle.flags is not None:
+            of_own, of_others = handle.flags
+            assert (of_own > 0) == (of_others > 0) == (own.exchange_id.round == 1 and size > 3), own.exchange_id
+
+
 # -- the contract: control -------------------------------------------------------------------------------------------------
 
 ANY_DTYPE = [
@@ -270,6 +301,7 @@ def whole_contract(transport: Transport) -> str:
         if n > 2:
             exchanges(transport, grouping(n), dtype, first=first + 12)
     hinted_exchanges(transport, grouping(n) if n > 2 else pairing(n))
+    gathered(transport, list(range(n)))
     transport.report("nothing")
     transport.close()
     return "done"

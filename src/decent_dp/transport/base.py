@@ -55,7 +55,8 @@ class ExchangeRequest:
     Attributes:
         compression: encodes and reduces the messages.
         values: one 1-D tensor for each of ``compression.tensors``; not changed before ``Handle.wait_for_read`` returns.
-        sent, received: the messages, ``compression.nbytes`` long, on the bucket's device.
+        sent, received: the messages, on the bucket's device. ``sent`` is ``compression.nbytes`` long, as is what comes from a
+            pair, or the mean of a group. Where the compression ``gathers``, ``received`` has room for the messages of all others.
         hint: this worker's scale hint for the exchange.
         rank: this worker's.
         exchange_id: which exchange it is.
@@ -70,6 +71,10 @@ class ExchangeRequest:
     rank: int
     exchange_id: ExchangeId
     coded: bool = False
+
+    def messages(self, count: int) -> Sequence[Tensor]:
+        """The parts of ``received``, one for each of ``count`` other members in the order of their ranks."""
+        return self.received.tensor_split(count)
 
     def encode(self, hints: Sequence[bytes]) -> Iterator[int]:
         """Writes ``sent`` front to back, given the others' hints; yields how many bytes of it are final."""
@@ -218,9 +223,9 @@ class Transport(ABC):
         """Begins the exchange of this worker with the others of ``edge`` (at least two ranks), beside the computation.
 
         The others get the request's hint. It is encoded, perhaps by another thread, as soon as theirs are there. After the
-        handle's ``wait``, ``received`` holds the other's message on an edge of two, and the message of the mean of all members
-        on a larger one. Until then ``sent`` and ``received`` belong to the transport. Every member starts its exchanges in the
-        same order of (round, bucket), with messages of one length.
+        handle's ``wait``, ``received`` holds the other's message on an edge of two, and on a larger one the message of the mean
+        of all members, or the messages of all others if the compression ``gathers``. Until then ``sent`` and ``received`` belong
+        to the transport. Every member starts its exchanges in the same order of (round, bucket), with messages of one length.
         """
 
     @abstractmethod

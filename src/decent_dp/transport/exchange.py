@@ -1,4 +1,4 @@
-"""Exchanges over connections: pairs swap their messages, groups take the mean chunk by chunk."""
+"""Exchanges over connections: pairs swap their messages, groups take the mean chunk by chunk, or swap theirs, too."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -271,9 +272,9 @@ class WireExchanges:
         handle = _WireHandle(*arguments) if neighbours is None else _SettledHandle(*arguments, neighbours)
         staging = self._stage(request, handle) if request.sent.device.type != "cpu" else None
         on_host = request if staging is None else staging.on_host
-        exchange: _PairExchange | _GroupExchange
-        if len(others) == 1:
-            exchange = _PairExchange(self._wire, on_host, handle, others[0])
+        exchange: _Swap | _GroupExchange
+        if len(others) == 1 or request.compression.gathers:
+            exchange = _Swap(self._wire, on_host, handle, others, self._rank)
         else:
             nodes = group_by_node(edge.ranks, self._node_of)
             first = self._first_chunk(edge, on_host)
@@ -413,29 +414,34 @@ class _BufferPool:
         self._giving = False
 
 
-class _PairExchange:
-    """Both members get the other's message."""
+class _Swap:
+    """All members get the messages of the others: those of a pair, or of a group that is not to be summed."""
 
-    def __init__(self, wire: Wire, request: ExchangeRequest, handle: _WireHandle, peer: int) -> None:
+    def __init__(self, wire: Wire, request: ExchangeRequest, handle: _WireHandle, others: list[int], rank: int) -> None:
         self._wire = wire
-        key = _key(request.exchange_id, _WHOLE)
-        self.bytes_sent = request.compression.payload(request.compression.chunks)
-        handle.expect(2)
-
-        def fail(error: BaseException) -> None:
-            handle.fail(peer, error)
-
-        self._sending = Sending(peer, key, _bytes(request.sent), handle.arrive, fail)
-        receiving = Receiving(peer, key, _bytes(request.received), handle.arrive, fail)
-        if isinstance(handle, _SettledHandle):
-            handle.pair = Pair(receiving, self._sending, handle.settle)
-            handle.neighbours.open(handle.pair)
-        else:
-            wire.receive(receiving)
-            wire.send(self._sending)
+        key, sent = _key(request.exchange_id, _WHOLE), _bytes(request.sent)
+        self.bytes_sent = len(others) * request.compression.payload(request.compression.chunks)
+        handle.expect(2 * len(others))
+        self._sendings: list[Sending] = []
+        members = sorted([*others, rank])
+        for peer, received in zip(others, request.messages(len(others)), strict=True):
+            # In each step of a group every member sends to one and receives from one. A pair has no steps.
+            distance = members.index(peer) - members.index(rank) if len(members) > 2 else 0
+            ahead, behind = distance % len(members), -distance % len(members)
+            failed = partial(handle.fail, peer)
+            sending = Sending(peer, key, sent, handle.arrive, failed, ahead)
+            receiving = Receiving(peer, key, _bytes(received), handle.arrive, failed, behind, sources=len(others))
+            self._sendings.append(sending)
+            if isinstance(handle, _SettledHandle):
+                handle.pair = Pair(receiving, sending, handle.settle)
+                handle.neighbours.open(handle.pair)
+            else:
+                wire.receive(receiving)
+                wire.send(sending)
 
     def encoded(self, ready: int) -> None:
-        self._wire.advance(self._sending, ready)
+        for sending in self._sendings:
+            self._wire.advance(sending, ready)
 
 
 class _GroupExchange:

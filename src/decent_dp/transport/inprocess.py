@@ -195,10 +195,12 @@ class InProcessTransport(Transport):
                     raise
                 handle.verdict = Verdict.NEITHER
                 return
-            if any(other.shape != request.received.shape for other in found.values()):
+            if any(other.shape != request.sent.shape for other in found.values()):
                 raise WireError(f"{exchange_id}: messages of {sorted({len(other) for other in found.values()})} bytes met")
-            if len(ranks) == 2:
-                request.received.copy_(next(found[rank] for rank in ranks if rank != self.rank))
+            if len(ranks) == 2 or request.compression.gathers:
+                others = [found[rank] for rank in ranks if rank != self.rank]
+                for message, other in zip(request.messages(len(others)), others, strict=True):
+                    message.copy_(other)
             else:
                 self._reduce(request, ranks, found)
             written(request.received)()  # the memory of the copies may be reused by another stream

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from decent_dp.errors import WireError
 from decent_dp.transport.base import Verdict
 from decent_dp.transport.link import Key, Link, LinkState, Pair
 from decent_dp.transport.messages import ASK, DROP, GOT
@@ -34,7 +33,7 @@ class Settlement:
         pair.opened = time.monotonic()
         link.votes.open(pair.round, pair.bucket)
         link.pairs[pair.bucket] = pair
-        if link.state is LinkState.GONE and not isinstance(link.cause, WireError):
+        if link.state is LinkState.GONE:
             link.votes.vote_drop(pair.round, pair.bucket)
         if link.votes.verdict(pair.round, pair.bucket) is not None:
             self._end(link, pair)

@@ -33,8 +33,8 @@ class Staging:
     def __init__(self, request: ExchangeRequest, before: Any = None) -> None:
         self._request, self._device = request, request.sent.device
         self._on_cuda = request.sent.is_cuda
-        nbytes = request.compression.nbytes
-        sent, received = (torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._on_cuda) for _ in range(2))
+        lengths = len(request.sent), len(request.received)
+        sent, received = (torch.empty(n, dtype=torch.uint8, device="cpu", pin_memory=self._on_cuda) for n in lengths)
         self.on_host = dataclasses.replace(request, sent=sent, received=received)
         # Events: the message to send was written, and the received one is on the device.
         self._written: Any = None
@@ -96,9 +96,10 @@ class Staging:
 
     @property
     def flags(self) -> tuple[int, int]:
-        """Of the sent and the received message."""
+        """Of the sent and the received messages."""
         compression = self._request.compression
-        return compression.flag(self.on_host.sent), compression.flag(self.on_host.received)
+        messages = self.on_host.received.view(-1, max(compression.nbytes, 1))
+        return compression.flag(self.on_host.sent), max(map(compression.flag, messages), default=0)
 
     def finish(self) -> None:
         """What is queued on the current stream from now on finds the received message."""
