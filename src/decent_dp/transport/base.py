@@ -120,8 +120,8 @@ class Handle(ABC):
     Attributes:
         bytes_sent: the bytes that this worker puts on the wire for it, without flags.
         verdict: after ``wait``. It is BOTH unless faults are tolerated (``Transport.tolerate``); OPEN may change later.
-        flags: after ``wait``, ``Compression.flag`` of the message sent and of the one received, if the transport knows them.
-            On a GPU that costs less than to read them from the messages. None: read those.
+        flags: after ``wait``, ``Compression.flag`` of the message sent and the largest of those received, if the transport
+            knows them. On a GPU that costs less than to read them from the messages. None: read those.
     """
 
     bytes_sent: int = 0
