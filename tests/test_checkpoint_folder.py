@@ -395,7 +395,7 @@ LOSSES = {
 }
 
 
-IN_FAST_TESTS = [("killed", "third"), ("power, all lost", "third"), ("power, all lost", "first")]
+IN_FAST_TESTS = [("power, all lost", "third")]
 DEATHS = [(loss, number) for number in ("third", "first") for loss in LOSSES]
 
 

@@ -118,7 +118,7 @@ def test_a_place_that_may_not_be_written_to(cli: Cli, tmp_path: Path, line: str,
 
 
 @pytest.mark.parametrize("line", [line for line in FILES if not line.startswith("doctor")])
-@pytest.mark.parametrize("json_", [False, True])
+@pytest.mark.parametrize("json_", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_results_are_printed_before_a_file_fails(cli: Cli, tmp_path: Path, line: str, json_: bool) -> None:
     full = tmp_path / FILES[line][0]
     full.symlink_to("/dev/full")

@@ -162,7 +162,8 @@ def is_stopped(rank: int, n: int, kind: str, folder: str | None) -> Any:
     return found
 
 
-@pytest.mark.parametrize("kind", ["gossip", pytest.param("wrapper", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gossip", "wrapper"])
 def test_a_worker_that_was_stopped_keeps_the_pace_of_the_others(workers, kind):
     found = workers(N, is_stopped, kind, None)
     calls, steps, mean = found[FROZEN]

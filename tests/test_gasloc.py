@@ -126,13 +126,13 @@ def test_wrong_settings_are_named(arguments, kind, message):
     ("rule", "topology", "n", "works"),
     [
         (OuterNesterov(), "base-2", 8, None),
-        (OuterNesterov(), "base-2", 5, "0.7"),
+        pytest.param(OuterNesterov(), "base-2", 5, "0.7", marks=pytest.mark.slow),
         pytest.param(OuterNesterov(), "base-2", 6, "0.7", marks=pytest.mark.slow),
         pytest.param(OuterNesterov(), "base-2", 16, "0.7", marks=pytest.mark.slow),
         (OuterNesterov(), "complete", 6, None),
         (GASLoC(1.0, 0.9), "base-2", 8, "0.7"),
         pytest.param(GASLoC(1.0, 0.9), "random-matching", 6, "0.7", marks=pytest.mark.slow),
-        (GASLoC(), "ring:9,base-2", 16, None),
+        pytest.param(GASLoC(), "ring:9,base-2", 16, None, marks=pytest.mark.slow),
         (GASLoC(1.0, 0.9), "complete:9,base-2", 16, "0.5"),
     ],
 )

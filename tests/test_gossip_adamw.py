@@ -194,7 +194,8 @@ def run_alone(rank: int) -> np.ndarray:
     return whole(model)
 
 
-@pytest.mark.parametrize("bucket_size", [pytest.param(25, marks=pytest.mark.slow), 1e-6])
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket_size", [25, 1e-6])
 def test_the_wrapper_equals_gossip_on_any_buckets(bucket_size):
     """The wrapper steps after the mix and gossip() before it, which decoupled decay feels in second order."""
     ours = run_replicas(N, lambda t: train_wrapper(t, "one-peer-exp", True, bucket_size_in_mb=bucket_size))
@@ -463,13 +464,10 @@ class Direction(nn.Module):
         self.weight = nn.Parameter(torch.zeros(60, 80))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("common", "topology"),
-    [
-        pytest.param(common, topology, marks=[pytest.mark.slow] * ((common, topology) != (0.2, "one-peer-exp")))
-        for common in (0.2, 0.5, 1.0)
-        for topology in ("complete", "one-peer-exp")
-    ],
+    [(common, topology) for common in (0.2, 0.5, 1.0) for topology in ("complete", "one-peer-exp")],
 )
 def test_what_replicas_do_not_have_in_common_is_no_signal(topology, common):
     """Gradients without noise: a share of their squares is equal everywhere, the rest cancels in the mean of four replicas.

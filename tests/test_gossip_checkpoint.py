@@ -305,16 +305,18 @@ CASES: dict[str, Case] = {
 }
 
 
-# In the fast tests these have three workers, of which one sits out in most rounds, and the others two.
+IN_FAST_TESTS = ("adam", "lbfgs", "muon", "two scaled", "settling, int8", "outer", "plateau", "open window", "in turn")
+# There these have three workers, of which one sits out in most rounds, and the others two.
 OF_THREE = ("momentum", "muon", "two scaled", "settling, int8", "outer")
 
 HAS_MUON = hasattr(torch.optim, "Muon")
 
 
 def named(names: Iterable[str]) -> list[Any]:
-    """Names of cases as parameters of a test; one that this torch cannot make is skipped."""
+    """Names of cases as parameters of a test, most for the slow tests; one that this torch cannot make is skipped."""
     missing = pytest.mark.skipif(not HAS_MUON, reason="this torch has no Muon")
-    return [pytest.param(name, marks=missing if name == "muon" else ()) for name in names]
+    marks = {name: [pytest.mark.slow] for name in CASES if name not in IN_FAST_TESTS} | {"muon": [missing]}
+    return [pytest.param(name, marks=marks.get(name, [])) for name in names]
 
 
 def last_of(case: Case) -> int:

@@ -210,6 +210,7 @@ def hostile(rank: int, n: int, path: str) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_a_load_of_hostile_size(workers, tmp_path):
     results = workers(2, hostile, str(tmp_path / "saved"), timeout=180)
     for name, (_, pattern) in harms(tmp_path).items():

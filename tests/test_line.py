@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import decent_dp
@@ -379,6 +379,7 @@ def test_what_no_worker_writes_is_unreadable():
     assert first.members == ()
 
 
+@settings(max_examples=30)
 @given(st.binary() | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(lambda x: json.dumps(x).encode()))
 def test_any_bytes_are_an_epoch_or_unreadable(value):
     epoch = Epoch.stored(1, value)

@@ -370,7 +370,9 @@ def compare_compiled(cls: type, dtype: torch.dtype, steps: int, shapes: Any) -> 
 
 
 @both_classes
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=pytest.mark.slow), torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, *(pytest.param(of, marks=pytest.mark.slow) for of in (torch.float64, torch.bfloat16))]
+)
 def test_compiled_equals_readable(cls: type, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = []
 

@@ -353,7 +353,8 @@ def train_plainly(rank: int, n: int, cases: list[Case]) -> list[list[np.ndarray]
     return [[train(rank, case, rule=rule, **options_of(i))[0] for rule in rules] for i, case in enumerate(cases)]
 
 
-@pytest.mark.parametrize("cases", [PLAIN[-1:], pytest.param(PLAIN, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [PLAIN], ids=["all"])
 def test_a_rate_of_one_without_momentum_is_plain_gossip(workers, cases):
     for rank, found in enumerate(workers(N, train_plainly, cases)):
         for case, (outer, gossip, default) in zip(cases, found, strict=True):

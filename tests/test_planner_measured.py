@@ -134,6 +134,7 @@ def test_the_committed_tables_are_these() -> None:
         assert f"| {cell.setup} | {cell.contender} | {cell.measured_ms:.0f} |" in tables
 
 
+@pytest.mark.slow
 def test_the_figure_shows_every_cell(tmp_path: Path) -> None:
     cells = [bench.Cell("8x1", "ddp", 8, 10, 11, False, ""), bench.Cell("8x1", "ring", 8, 20, 19, True, "")]
     other = [bench.Cell("A40", "ddp", 8, 10, 10, False, "")]

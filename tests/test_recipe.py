@@ -74,8 +74,9 @@ def test_the_step_of_gossip_adamw_is_part_of_the_prediction():
     assert found.step_ms == pytest.approx(predict(cluster(5), job, found.choice).step_ms + 2.5 * 4)
 
 
-@pytest.mark.parametrize("nodes", [(16, 4), *(pytest.param(nodes, marks=pytest.mark.slow) for nodes in ((24, 4), (32, 8)))])
-@pytest.mark.parametrize("mbit", [200, *(pytest.param(mbit, marks=pytest.mark.slow) for mbit in (2000, 20_000))])
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [(16, 4), (24, 4), (32, 8)])
+@pytest.mark.parametrize("mbit", [200, 2000, 20_000])
 def test_the_estimate_of_steps_is_used_for_exact_averages_only(nodes, mbit):
     """A ring of 32 workers is quick, and brings them 2 per cent closer per step."""
     n, local = nodes

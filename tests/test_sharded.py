@@ -302,6 +302,7 @@ def between(rank: int, n: int) -> list[tuple[str, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_what_changes_parameters_between_a_forward_and_its_backward_is_an_error(workers):
     """FSDP would gather the new parameters, and use the activations of the old ones."""
     for found in workers(4, between):

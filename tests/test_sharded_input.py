@@ -289,6 +289,7 @@ GOOD: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_refused_and_accepted_arguments(workers):
     outcomes = workers(4, body)
     for name, (_, kind, text) in BAD.items():

@@ -50,6 +50,7 @@ def unevenness(alpha: float | None, seed: int = 0) -> float:
     return float(np.abs(np.stack(rows) - 0.1).sum(1).mean() / 2)
 
 
+@pytest.mark.slow
 def test_the_smaller_alpha_the_fewer_classes_a_worker_sees():
     found = [unevenness(alpha) for alpha in (0.1, 1.0, 10.0, 1000.0)]
     assert found == sorted(found, reverse=True)

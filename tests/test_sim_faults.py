@@ -252,7 +252,9 @@ def test_all_paths_agree(monkeypatch: pytest.MonkeyPatch, path: int, events: str
                 np.testing.assert_allclose(other[name], values, rtol=0, atol=tolerance, err_msg=f"step {t}, {name}")
 
 
-@pytest.mark.parametrize("events", ALL.values(), ids=ALL)
+@pytest.mark.parametrize(
+    "events", [pytest.param(ALL[name], id=name, marks=[pytest.mark.slow] * (name != "death")) for name in ALL]
+)
 def test_int8(events: Events) -> None:
     """One by one and at once alike. The mean over all, the dead where they stand, moves by steps alone: as without rounding."""
     small = partial(torch.optim.SGD, lr=1e-3)

@@ -93,6 +93,7 @@ class Pester:
             thread.join(SECONDS)
 
 
+@pytest.mark.parametrize("net", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "encrypted"], indirect=True)
 def test_many_strangers_delay_nobody_and_take_little_memory(net):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     pester = Pester(net)

@@ -873,7 +873,7 @@ def bad_factories(transport: Any, only_on: int | None) -> Any:
     return found
 
 
-@pytest.mark.parametrize("only_on", [None, 1])
+@pytest.mark.parametrize("only_on", [pytest.param(None, marks=pytest.mark.slow), 1])
 def test_bad_factories_are_refused_on_all_workers(only_on):
     results = run_replicas(2, partial(bad_factories, only_on=only_on))
     for name, (_, kind, pattern) in FACTORIES.items():
