@@ -124,8 +124,8 @@ class OnGpu(Tensor):
 def choosing(rank: int, n: int) -> list[str]:
     transport = ProcessGroupTransport()
     found = []
-    for nccl in (True, False):
-        transport._rendezvous = dataclasses.replace(transport._rendezvous, nccl=nccl)
+    for nccl, encrypt in ((True, None), (True, False), (True, True), (False, None)):
+        transport._rendezvous = dataclasses.replace(transport._rendezvous, nccl=nccl, encrypt=encrypt)
         transport._communicators |= {"nccl": Noting(), "nccl/(0, 1, 2)": Noting()}
         for on_gpu in (True, False):
             for kind in (Lossless, BFloat16, Int8):
@@ -139,5 +139,6 @@ def choosing(rank: int, n: int) -> list[str]:
 
 
 def test_exchanges_that_go_over_nccl(workers):
+    """On GPUs, if the process group has NCCL and not everything is to be encrypted."""
     nccl = ["NcclPairs", "AllReduceGroups", "NcclPairs", "WireExchanges", "WireExchanges", "WireExchanges"]
-    assert workers(2, choosing) == [nccl + ["WireExchanges"] * 18] * 2
+    assert workers(2, choosing) == [(nccl + ["WireExchanges"] * 6) * 2 + ["WireExchanges"] * 24] * 2

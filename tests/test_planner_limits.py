@@ -273,7 +273,7 @@ def test_a_name_and_its_json_say_which_choice_it_is() -> None:
 @pytest.mark.parametrize("wire", [Lossless, BFloat16, Int8])
 def test_messages_go_where_the_transport_sends_them(name: str, wire: Any) -> None:
     made, choice = cluster(8, 4, backend="nccl"), Choice("decent_dp", name, wire.name)
-    chooser: Any = SimpleNamespace(_rendezvous=SimpleNamespace(nccl=True), _faults=None, _exchanges="TCP",
+    chooser: Any = SimpleNamespace(_rendezvous=SimpleNamespace(nccl=True, encrypt=None), _faults=None, _exchanges="TCP",
                                    _nccl_pairs=lambda: "NCCL", _nccl_groups=lambda ranks: "NCCL")  # fmt: skip
     request: Any = SimpleNamespace(compression=object.__new__(wire), sent=SimpleNamespace(is_cuda=True))
     for round_ in make_rounds(made, choice):

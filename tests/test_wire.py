@@ -65,7 +65,7 @@ def test_a_forked_child_does_not_hide_that_its_parent_was_killed(workers):
 
 
 def meets(rank: int, n: int, secrets: list[str], encrypts: list[bool | None], versions: list[int]) -> str:
-    os.environ["DECENT_DP_SECRET"] = secrets[rank]
+    os.environ["DECENT_DP_SECRET_FILE" if secrets[rank].startswith("/") else "DECENT_DP_SECRET"] = secrets[rank]
     communicators.VERSION = versions[rank]
     try:
         shared = communicators.Rendezvous.create(None, encrypt=encrypts[rank])
@@ -83,6 +83,7 @@ def meets(rank: int, n: int, secrets: list[str], encrypts: list[bool | None], ve
         (["long and random"] * 2, [False, False], [7, 7], "met"),
         (["", "s"], [None, None], [7, 7], "only workers [1] have DECENT_DP_SECRET"),
         (["s", "t"], [None, None], [7, 7], "is not the same on all workers"),
+        (["s", "/nowhere/secret"], [None, None], [7, 7], "worker 1: DECENT_DP_SECRET_FILE=/nowhere/secret cannot be read"),
         (["", ""], [None, True], [7, 7], "encrypt= must be the same on all workers, and is (by rank): [None, True]"),
         (["", ""], [None, None], [7, 8], "different versions of the protocol (by rank: [7, 8])"),
     ],

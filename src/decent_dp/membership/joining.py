@@ -17,7 +17,7 @@ from decent_dp.faults import check_run
 from decent_dp.membership.index import runs_in
 from decent_dp.membership.runs import Ask, Run, choose, registered
 from decent_dp.transport import NewcomerTransport, check_encrypt
-from decent_dp.transport.communicators import ROOT, Rendezvous, network_stack
+from decent_dp.transport.communicators import ROOT, Rendezvous, is_of_secret, network_stack
 from decent_dp.transport.store import StoreCalls, add_to, connect_store, store_errors, whole_store
 
 __all__ = ["join", "look_at_run", "newest_run"]
@@ -61,6 +61,11 @@ def join(
     check_encrypt(encrypt)
     whole, found, own = _look_for_a_place(store, rank, run)
     record = found.record
+    if not is_of_secret(record):  # it says whether to encrypt
+        raise PeerLostError(
+            f"what the store has of the run '{found.name}' was not written by a worker that knows this one's secret: see who "
+            "else writes to it, and that DECENT_DP_SECRET (or DECENT_DP_SECRET_FILE) is the same on all workers"
+        )
     if encrypt not in (None, record["encrypt"]):
         raise ValueError(f"encrypt={encrypt}, and the run at the store was started with encrypt={record['encrypt']}")
     # A store that has lost its contents counts from the beginning.

@@ -14,8 +14,9 @@ import ipaddress
 import json
 import os
 import secrets
+import sys
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeAlias, TypeVar
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, default_pg_timeout
 
-from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
+from decent_dp.errors import DisagreementError, PeerError, PeerLostError, PeerTimeoutError
 from decent_dp.faults import Tolerate, most_workers
 from decent_dp.transport.messages import VERSION
 from decent_dp.transport.sockets import Curve
@@ -133,7 +134,8 @@ class Rendezvous:
         """Called by all workers of ``process_group`` (None: the default group) together.
 
         Raises:
-            ValueError: the workers' versions, secrets or ``encrypt`` differ. It is raised on all of them.
+            DisagreementError: the workers' versions, secrets or ``encrypt`` differ. It is raised on all of them.
+            ValueError: the secret of a worker cannot be read. It is raised on all of them.
         """
         group = process_group if process_group is not None else dist.group.WORLD
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -145,9 +147,12 @@ class Rendezvous:
             "token": secrets.token_hex(16),
             "stack": network_stack(),
             "key": curve.public.hex(),
-            "secret": run_secret().bind(name),
             "encrypt": encrypt,
         }
+        try:
+            card["secret"] = run_secret().bind(name)
+        except ValueError as error:
+            card["wrong"] = str(error)  # raised on all workers
         try:
             dist.all_gather_object(cards, card, group=group)
         except RuntimeError as error:
@@ -260,7 +265,7 @@ class Rendezvous:
 
     def records(self) -> dict[str, str]:
         """``Transport.records``."""
-        common = {
+        common: dict[str, Any] = {
             "token": self.token.hex(),
             "world_size": self.world_size,
             "places": self.places,
@@ -269,6 +274,7 @@ class Rendezvous:
             "dead_after": self.dead_after,
             "encrypt": self.encrypt,
         }
+        common["mac"] = run_secret().bind(_unbound(common))
         own = json.dumps(self.addresses[self.rank])
         return {"run": json.dumps(common), address_key(self.rank, self.incarnation): own, **dict([self._key_record])}
 
@@ -334,28 +340,38 @@ def run_secret() -> RunSecret:
 
 
 def _check_cards(cards: Sequence[dict[str, Any]]) -> None:
-    """Raises the same ValueError on all workers if they cannot work together."""
+    """Raises the same error on all workers if they cannot work together."""
     versions = [card.get("version") if isinstance(card, dict) else None for card in cards]
     if set(versions) != {VERSION}:
-        raise ValueError(
+        raise DisagreementError(
             f"the workers speak different versions of the protocol (by rank: {versions}): install one on all of them"
         )
+    wrong = [f"worker {rank}: {card['wrong']}" for rank, card in enumerate(cards) if "wrong" in card]
+    if wrong:
+        raise ValueError("; ".join(wrong))
     encrypts = [card["encrypt"] for card in cards]
     if len(set(encrypts)) > 1:
-        raise ValueError(f"encrypt= must be the same on all workers, and is (by rank): {encrypts}")
+        raise DisagreementError(f"encrypt= must be the same on all workers, and is (by rank): {encrypts}")
     with_secret = [rank for rank, card in enumerate(cards) if card["secret"]]
     if 0 < len(with_secret) < len(cards):
-        raise ValueError(f"only workers {with_secret} have DECENT_DP_SECRET (or DECENT_DP_SECRET_FILE): set it on all of them")
+        raise DisagreementError(
+            f"only workers {with_secret} have DECENT_DP_SECRET (or DECENT_DP_SECRET_FILE): set it on all of them"
+        )
     if any(card["secret"] != run_secret().bind(card["name"]) for card in cards):
-        raise ValueError("DECENT_DP_SECRET (or the file of DECENT_DP_SECRET_FILE) is not the same on all workers")
+        raise DisagreementError("DECENT_DP_SECRET (or the file of DECENT_DP_SECRET_FILE) is not the same on all workers")
 
 
 def _are_equal(found: str, due: str) -> bool:
     return hmac.compare_digest(found.encode(errors="replace"), due.encode())
 
 
-def _unbound(address: dict[str, Any]) -> str:
-    return json.dumps({name: value for name, value in address.items() if name != "mac"}, sort_keys=True)
+def _unbound(entry: Mapping[str, Any]) -> str:
+    return json.dumps({name: value for name, value in entry.items() if name != "mac"}, sort_keys=True)
+
+
+def is_of_secret(record: Mapping[str, Any]) -> bool:
+    """Whether what the workers of a run have in common (``records``) was stored by one that knows this worker's secret."""
+    return _are_equal(str(record.get("mac", "")), run_secret().bind(_unbound(record)))
 
 
 _SHARED_GPU = (
@@ -402,8 +418,8 @@ def network_stack() -> str | None:
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        return None
+    except OSError:  # a Mac has one
+        return f"{uuid.getnode():012x}" if sys.platform == "darwin" else None
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
@@ -483,9 +499,8 @@ def peer_error(error: Exception, ranks: Sequence[int], what: str, notes: Notes, 
         )
     if isinstance(error, SilentError):
         return PeerLostError(
-            f"{who} gave no sign of life ({error}), and {what} needs it: it is stopped, its machine or the way to it is gone, "
-            "or a single call has kept its interpreter busy for so long (a longer wait: DECENT_DP_DEAD_AFTER, seconds, in the "
-            f"environment of all workers).{said}"
+            f"{who} gave no sign of life ({error}), and {what} needs it: it is stopped, or its machine or the way to it "
+            f"is gone (a longer wait: DECENT_DP_DEAD_AFTER, seconds, in the environment of all workers).{said}"
         )
     # torch has one class for all errors: only its text distinguishes them.
     text = "" if isinstance(error, ConnectionError) else str(error).lower()

@@ -279,8 +279,10 @@ class ProcessGroupTransport(Transport):
         """The way of a request, by its device, its compression and the size of its edge."""
         ranks = _members(edge)
         group = len(ranks) > 2
-        # NCCL ends the process when a worker dies.
-        over_nccl = request.sent.is_cuda and self._rendezvous.nccl and self._faults is None
+        # NCCL ends the process when a worker dies, and encrypts nothing.
+        over_nccl = (
+            request.sent.is_cuda and self._rendezvous.nccl and self._faults is None and self._rendezvous.encrypt is not True
+        )
         if over_nccl and _is_plain(type(request.compression), group):
             return self._nccl_groups(ranks) if group else self._nccl_pairs()
         return self._exchanges

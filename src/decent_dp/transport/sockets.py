@@ -48,8 +48,8 @@ SILENT = 0.3
 _EVERY = 0.05
 # The first frame of a monitor's message: the kind of the event, and its value.
 _EVENT = struct.Struct("=Hi")
-# libzmq's limit of the time that a heartbeat may take, in seconds.
-_LONGEST_HEARTBEAT = 60.0
+# libzmq counts the milliseconds of a heartbeat in 31 bits.
+_LONGEST_HEARTBEAT = 2e6
 # Not HANDSHAKE_FAILED_PROTOCOL: libzmq 4.3.5 forgets the error while it reports a frame that was changed on its way. The
 # connection stays and is read no more; if the peer then ends it, the next heartbeat aborts the process.
 _EVENTS = (
