@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import resource
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,14 +15,15 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from decent_dp.transport.hello import CONTROL, Dialled, Identity
+from decent_dp.transport.hello import CONTROL, Dialled, Identity, password
 from decent_dp.transport.messages import HELLO, pack
 from decent_dp.transport.sockets import Curve
-from tests.wires import RUN, SECONDS, Net, content, receive, send
+from tests.wires import RUN, SECONDS, SECRET, Net, content, receive, send
 
 COUNT = 200
 # What a ZeroMQ socket without encryption says first: signature, version 3.1, mechanism, no server.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+GUESS = GREETING.replace(b"NULL\0", b"PLAIN") + b"\x04\x13\x05HELLO\x06worker\x05wrong"
 READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 
 
@@ -57,6 +60,7 @@ STRANGERS: list[Callable[[socket.socket], None]] = [
     lambda stream: None,
     sends(*(GREETING[i : i + 1] for i in range(len(GREETING))), pause=0.05),
     random_bytes,
+    sends(GUESS),
     sends(OVERSIZED),
     sends(LARGE),
     sends(b"GET / HTTP/1.1\r\n\r\n"),
@@ -132,7 +136,8 @@ def test_a_worker_is_let_in_beside_strangers():
 
 @pytest.mark.parametrize("encrypts", [False, True])
 def test_who_does_not_know_the_secret_gets_no_welcome(encrypts):
-    """It speaks the protocol; with encryption it has a key of its own, which the store does not have."""
+    """It speaks the protocol. With encryption it has a key of its own, which the store does not have; without, it has seen the
+    password on its way, or not."""
     net, context = Net(1, encrypts=encrypts), zmq.Context()
     stream = context.socket(zmq.DEALER)
     stream.linger, stream.rcvtimeo = 0, 1000
@@ -144,10 +149,15 @@ def test_who_does_not_know_the_secret_gets_no_welcome(encrypts):
         keys = curve.public + net.targets[0].key if encrypts else b""
         dialled = Dialled(Identity(RUN, 1, b"stranger"), b"another secret", 0, CONTROL, bytes(16), keys)
         stream.send_multipart([pack(HELLO, flags=1), dialled.hello])
-        if encrypts:
-            with pytest.raises(zmq.Again):
-                stream.recv_multipart()
-        else:
+        with pytest.raises(zmq.Again):
+            stream.recv_multipart()
+        if not encrypts:
+            stream.close()
+            stream = context.socket(zmq.DEALER)
+            stream.linger, stream.rcvtimeo = 0, 1000
+            stream.plain_username, stream.plain_password = b"worker", password(SECRET)
+            stream.connect(net.targets[0].control)
+            stream.send_multipart([pack(HELLO, flags=1), dialled.hello])
             _, challenge = stream.recv_multipart()
             stream.send_multipart([pack(HELLO, flags=3), dialled.prove(challenge)])
             with pytest.raises(zmq.Again):
@@ -156,3 +166,48 @@ def test_who_does_not_know_the_secret_gets_no_welcome(encrypts):
     finally:
         context.destroy(linger=0)
         net.close()
+
+
+def test_a_name_that_another_connection_has_ends_nobody():
+    """libzmq gives a connection without a name the next number, and aborts if one has called itself so."""
+    net, context = Net(2), zmq.Context()
+    held = [context.socket(zmq.DEALER) for _ in range(90)]
+    try:
+        for stream, number in zip(
+            held, [*range(0x6B8B4567, 0x6B8B4567 + 20), *range(0x327B23C6, 0x327B23C6 + 20)], strict=False
+        ):
+            stream.routing_id = b"\0" + number.to_bytes(4, "big")  # where the counts of a process's listeners begin
+        for stream in held:
+            stream.connect(net.targets[0].control)
+        time.sleep(0.5)
+        net.wires[1].connect(0)
+    finally:
+        for stream in held:
+            stream.close(0)
+        context.term()
+        net.close()
+
+
+def few_descriptors(rank: int, n: int) -> int:
+    """Strangers take what they can get, and a worker of this machine connects."""
+    net, local = Net(2), Net(2, near=True)
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 300, used + 300))
+    held = []
+    with contextlib.suppress(OSError):
+        for _ in range(140):  # both ends are in this process
+            held.append(socket.create_connection(("127.0.0.1", port_of(net, "control")), 5))
+            time.sleep(0.002)
+    left = used + 300 - len(os.listdir("/proc/self/fd"))
+    local.connect()
+    for stream in held:
+        stream.close()
+    local.close()
+    net.close()
+    return left
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it counts descriptors in /proc")
+def test_strangers_leave_descriptors_for_workers(workers):
+    """Where none is left, libzmq aborts a process at whose local socket somebody knocks."""
+    assert workers(1, few_descriptors)[0] > 50

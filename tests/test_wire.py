@@ -22,6 +22,7 @@ from decent_dp.transport.link import LinkState, Receiving, Sending
 from decent_dp.transport.listening import Doorman
 from decent_dp.transport.messages import DATA, HELLO, OFFERS, START, Header, pack, unpack
 from tests.test_transport import caught, exchanges, grouping, pairing, swap
+from tests.wires import Net, receive
 
 # -- between processes -----------------------------------------------------------------------------------------------------
 
@@ -204,7 +205,17 @@ def test_a_hello_is_judged_after_all_events_before_it():
         while pending:
             doorman.on_event(socket, pending.pop(0))
 
-    arguments: list[Any] = [LISTENER, b"secret", lambda _: None, lambda *_: None, None, set(), lambda _: False, read_events]
+    arguments: list[Any] = [
+        LISTENER,
+        b"secret",
+        lambda _: None,
+        lambda *_: None,
+        None,
+        b"",
+        set(),
+        lambda _: False,
+        read_events,
+    ]
     doorman = Doorman(*arguments, lambda call: call(), lambda _: None)
     dialled = Dialled(DIALLER, b"secret", 0, CONTROL, bytes(16), b"")
     frames = [Frame(pack(HELLO, flags=1)), Frame(dialled.hello)]
@@ -220,6 +231,20 @@ def test_a_hello_is_judged_after_all_events_before_it():
     read_events(None)
     assert len(sent) == 3, "the hello is answered"
     assert list(doorman._guests) == [b"id"], "the end of the connection before it does not end it"
+
+
+# -- connections that cannot be made ----------------------------------------------------------------------------------------
+
+
+def test_what_needs_a_connection_that_cannot_be_made_fails():
+    """Nobody waits for the connection, as the other worker dials first."""
+    net = Net(2, near=True)
+    net.unreachable[1] = communicators.UnreachableError(None, "refused", is_refused=True)
+    asked = receive(net.wires[0], 1, (0, 0, 0), 100)
+    net.wires[0].connect(1)
+    with pytest.raises(communicators.UnreachableError):
+        asked.result(5)
+    net.close()
 
 
 # -- what is wanted, and what goes -----------------------------------------------------------------------------------------

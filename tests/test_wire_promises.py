@@ -48,7 +48,7 @@ from tests.wires import RUN, SECONDS, SECRET, Net, content, receive, send
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_the_options_of_sockets(encrypted):
     """libzmq ignores those that are set after a bind or a connect, without an error."""
-    curve, sockets = Curve.create() if encrypted else None, Sockets(10.0, breaks=True)
+    curve, sockets = Curve.create() if encrypted else None, Sockets(10.0, b"", breaks=True)
     try:
         control, bulk = (sockets.listen("tcp://127.0.0.1:*", curve, beats=beats) for beats in (True, False))
         dialled = sockets.dial(control.endpoint, b"id", curve, curve.public if curve else b"")
@@ -70,7 +70,7 @@ def test_the_options_of_sockets(encrypted):
 
 
 def test_what_was_sent_goes_out_when_a_worker_ends():
-    here, there = Sockets(10.0, breaks=False), Sockets(10.0, breaks=False)
+    here, there = Sockets(10.0, b"", breaks=False), Sockets(10.0, b"", breaks=False)
     try:
         listener = there.listen("tcp://127.0.0.1:*")
         dialled = here.dial(listener.endpoint, b"id", None, b"")
@@ -104,7 +104,7 @@ def test_a_process_that_ends_without_a_close_sends_what_it_has(workers, tmp_path
 
 def test_what_came_before_the_end_of_a_connection_can_be_read():
     """At either end: one that was dialled drops what was not read if it may not wait for another connection."""
-    here, there = (Sockets(10.0, breaks=False) for _ in range(2))
+    here, there = (Sockets(10.0, b"", breaks=False) for _ in range(2))
     listener = there.listen("tcp://127.0.0.1:*")
     dialled = here.dial(listener.endpoint, b"id", None, b"")
     assert dialled.monitor.poll(1000 * SECONDS)
@@ -145,7 +145,7 @@ def test_the_end_of_the_bulk_connection_is_not_that_of_the_messages():
 def test_a_changed_byte_ends_an_encrypted_connection_at_once():
     """Also where libzmq's heartbeats would find nothing for a minute."""
     keys = [Curve.create() for _ in range(2)]
-    here, there = (Sockets(60.0, breaks=False) for _ in range(2))
+    here, there = (Sockets(60.0, b"", breaks=False) for _ in range(2))
     listener = there.listen("tcp://127.0.0.1:*", keys[1])
     ends = False
     with socket.create_server(("127.0.0.1", 0)) as proxy:
@@ -175,7 +175,7 @@ def test_a_changed_byte_ends_an_encrypted_connection_at_once():
 
 def test_a_connection_ends_where_no_descriptor_is_left(monkeypatch):
     """Memory that was lent to it is used anew from then on. Those that come while a listener closes end, too."""
-    here, there = (Sockets(10.0, breaks=False) for _ in range(2))
+    here, there = (Sockets(10.0, b"", breaks=False) for _ in range(2))
     listener = there.listen("tcp://127.0.0.1:*")
     dialled = [here.dial(listener.endpoint, b"%d" % i, None, b"") for i in range(3)]
     for made in dialled:
@@ -195,7 +195,7 @@ def test_a_connection_ends_where_no_descriptor_is_left(monkeypatch):
 
 def closes_at_once() -> None:
     for _ in range(8):
-        here, context = Sockets(0.2, breaks=False), zmq.Context()
+        here, context = Sockets(0.2, b"", breaks=False), zmq.Context()
         there = context.socket(zmq.ROUTER)
         there.set(zmq.RCVHWM, 8)
         port = there.bind_to_random_port("tcp://127.0.0.1")
@@ -223,7 +223,7 @@ def test_both_ends_may_close_at_once():
 
 
 def test_an_address_in_use():
-    sockets = Sockets(10.0, breaks=False)
+    sockets = Sockets(10.0, b"", breaks=False)
     try:
         with pytest.raises(OSError, match="in use"):
             sockets.listen(sockets.listen("tcp://127.0.0.1:*").endpoint)
@@ -236,7 +236,7 @@ def test_ipv6():
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("this machine has no IPv6")
-    sockets = Sockets(10.0, breaks=False)
+    sockets = Sockets(10.0, b"", breaks=False)
     try:
         listener = sockets.listen("tcp://[::1]:*")
         dialled = sockets.dial(listener.endpoint, b"id", None, b"")
@@ -575,6 +575,7 @@ def test_a_descriptor_that_is_used_anew_at_the_other_listener():
         lambda _: None,
         lambda *_: None,
         None,
+        b"",
         set(),
         lambda _: False,
     ]
@@ -640,7 +641,7 @@ def test_the_first_wrong_message_ends_a_connection():
 
 def test_a_child_keeps_the_files_of_the_user(tmp_path):
     """A descriptor may be a file's by the time at which the event is read that named it."""
-    sockets = Sockets(10.0, breaks=False)
+    sockets = Sockets(10.0, b"", breaks=False)
     try:
         listener = sockets.listen("tcp://127.0.0.1:*")
         with (tmp_path / "data").open("w") as file, socket.socket() as connection:

@@ -13,7 +13,7 @@ from typing import Any
 from decent_dp.transport.addresses import probe
 from decent_dp.transport.communicators import UnreachableError
 from decent_dp.transport.dialling import Target
-from decent_dp.transport.hello import Identity
+from decent_dp.transport.hello import Identity, password
 from decent_dp.transport.link import Key, Receiving, Sending
 from decent_dp.transport.sockets import Curve, Sockets
 from decent_dp.transport.wire import Wire
@@ -54,7 +54,7 @@ class Net:
         self.unreachable: dict[int, Exception] = {}
         made = []
         for rank in range(n):
-            sockets = Sockets(dead_after, breaks=breaks)
+            sockets = Sockets(dead_after, password(SECRET), breaks=breaks)
             name = f"decent_dp-test-{secrets.token_hex(8)}"
             at = f"ipc://@{name}{{}}" if near else "tcp://127.0.0.1:*"
             curve = curves[rank] if encrypts else None

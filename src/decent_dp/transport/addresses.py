@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import math
 import os
 import secrets
 import socket
@@ -84,11 +85,11 @@ def _ports(text: str) -> range:
     return range(int(first), int(last) + 1)
 
 
-def find(rendezvous: Rendezvous, peer: int, seconds: float, incarnation: int = 0) -> Target:
+def find(rendezvous: Rendezvous, peer: int, seconds: float, incarnation: int = 0, answers: float = math.inf) -> Target:
     """Returns where the process ``peer`` of this incarnation listens, after checking that the port is open.
 
     Args:
-        seconds: the timeout of the lookup, and of the check.
+        seconds: the timeout of the lookup. ``answers``: that of the check, if it is shorter.
 
     Raises:
         UnreachableError: nobody answers at the address of the peer.
@@ -96,7 +97,7 @@ def find(rendezvous: Rendezvous, peer: int, seconds: float, incarnation: int = 0
         RuntimeError: as of ``Rendezvous.address_of``.
     """
     address = rendezvous.address_of(peer, incarnation, seconds)
-    probe(address, rendezvous.node, seconds, _where(rendezvous.addresses.get(rendezvous.rank, {}))).close()
+    probe(address, rendezvous.node, min(seconds, answers), _where(rendezvous.addresses.get(rendezvous.rank, {}))).close()
     if _is_local(address, rendezvous.node):
         return Target(_local(address), _local(address) + _BULK)
     control, bulk = (f"tcp://{_bracketed(address['host'])}:{address[plane]}" for plane in ("port", "bulk"))

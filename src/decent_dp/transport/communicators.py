@@ -148,9 +148,10 @@ class Rendezvous:
             "stack": network_stack(),
             "key": curve.public.hex(),
             "encrypt": encrypt,
+            "rank": rank,
         }
         try:
-            card["secret"] = run_secret().bind(name)
+            card["mac"] = run_secret().bind(_unbound(card))
         except ValueError as error:
             card["wrong"] = str(error)  # raised on all workers
         try:
@@ -352,12 +353,12 @@ def _check_cards(cards: Sequence[dict[str, Any]]) -> None:
     encrypts = [card["encrypt"] for card in cards]
     if len(set(encrypts)) > 1:
         raise DisagreementError(f"encrypt= must be the same on all workers, and is (by rank): {encrypts}")
-    with_secret = [rank for rank, card in enumerate(cards) if card["secret"]]
+    with_secret = [rank for rank, card in enumerate(cards) if card["mac"]]
     if 0 < len(with_secret) < len(cards):
         raise DisagreementError(
             f"only workers {with_secret} have DECENT_DP_SECRET (or DECENT_DP_SECRET_FILE): set it on all of them"
         )
-    if any(card["secret"] != run_secret().bind(card["name"]) for card in cards):
+    if not all(card["rank"] == rank and is_of_secret(card) for rank, card in enumerate(cards)):
         raise DisagreementError("DECENT_DP_SECRET (or the file of DECENT_DP_SECRET_FILE) is not the same on all workers")
 
 
@@ -369,9 +370,9 @@ def _unbound(entry: Mapping[str, Any]) -> str:
     return json.dumps({name: value for name, value in entry.items() if name != "mac"}, sort_keys=True)
 
 
-def is_of_secret(record: Mapping[str, Any]) -> bool:
-    """Whether what the workers of a run have in common (``records``) was stored by one that knows this worker's secret."""
-    return _are_equal(str(record.get("mac", "")), run_secret().bind(_unbound(record)))
+def is_of_secret(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry, such as what all workers have in common (``records``), is of one that knows this worker's secret."""
+    return _are_equal(str(entry.get("mac", "")), run_secret().bind(_unbound(entry)))
 
 
 _SHARED_GPU = (

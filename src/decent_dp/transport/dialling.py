@@ -17,13 +17,13 @@ import zmq
 from decent_dp.transport.channels import Channel, WireLink
 from decent_dp.transport.communicators import GreetingError, UnreachableError
 from decent_dp.transport.flow import Flow
-from decent_dp.transport.hello import BULK, CONTROL, Dialled, Identity, ReplacedError
+from decent_dp.transport.hello import BULK, CONTROL, CrossingError, Dialled, Identity, ReplacedError
 from decent_dp.transport.link import LinkState
 from decent_dp.transport.messages import HELLO, REFUSED, Header, pack
 from decent_dp.transport.sockets import Curve, Event, Socket, Sockets
 from decent_dp.transport.waiter import start_thread
 
-__all__ = ["CROSSING", "Attempt", "Dialler", "End", "Target"]
+__all__ = ["Attempt", "Dialler", "End", "Target"]
 
 _log = logging.getLogger(__name__)
 
@@ -32,12 +32,8 @@ _FIRST, _LAST = 0.02, 0.5
 # Of two workers that want a connection one dials at once. Seconds until the other one dials, too: it may be the one that gets
 # through, where a firewall is between them.
 _OTHER_FIRST = 0.5
-# Seconds for which a worker that refuses connections may still dial itself, before that is an error.
-_GRACE = 2.0
 # The part of ``dead_after`` after which a worker counts as dead at whose address nobody listens any more.
 _ENDED = 0.3
-# The reason of a refusal: the listening worker dials, too, and its connection will be used.
-CROSSING = "it dials, too"
 
 
 class _EndedError(GreetingError):
@@ -226,8 +222,8 @@ class Dialler:
                 end = End(channel, Dialled(identity, self._secret, attempt.peer, plane, name, keys), attempt)
                 attempt.ends.append(end)
                 self._poll.watch(socket, end)
-        except zmq.ZMQError as error:
-            self._end(attempt, OSError(error.errno, str(error)))
+        except OSError as error:
+            self._end(attempt, error)
 
     # -- what happens to an attempt -------------------------------------------------------------------------------------
 
@@ -328,18 +324,18 @@ class Dialler:
         self.replaced |= isinstance(error, ReplacedError)
         _log.debug("worker %d cannot be reached: %s", peer, error)
         self._try_again(peer)
-        if link.state is LinkState.OPEN or CROSSING in str(error):
+        if link.state is LinkState.OPEN or isinstance(error, CrossingError):
             return
         is_refused = isinstance(error, UnreachableError) and error.is_refused
         if self._flow.tolerant:
             self._note_failure(link, is_refused=is_refused, is_greeting=isinstance(error, (GreetingError, TimeoutError)))
             return
-        # A worker that is there, and cannot be reached from here, may get through itself.
         ago = time.monotonic() - self._failed_at.setdefault(peer, time.monotonic())
-        may_come = isinstance(error, UnreachableError) and not link.network.local and ago < _GRACE
+        # A worker that is there, and cannot be reached from here, may get through itself, if it needs this one, too, by now.
+        may_come = isinstance(error, UnreachableError) and not link.network.local
         # One whose interpreter was busy for as long as a handshake may take.
-        is_busy = isinstance(error, _EndedError) and ago < self._timeout
-        if not (may_come or is_busy):
+        is_busy = isinstance(error, _EndedError)
+        if not (may_come or is_busy) or ago >= self._timeout:
             self._due.pop(peer, None)
             self._refused(peer, error)
 

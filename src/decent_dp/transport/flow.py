@@ -2,8 +2,8 @@
 
 The order of messages on a link decides when a bucket can be mixed. So a receiver wants bytes of the earliest exchange first
 (``messages``), and a sender hands no more to libzmq than is wanted, the earliest exchange first. What is wanted and has not
-arrived is bounded by time: about half a second of what the peer was seen to send. So an earlier round can overtake, and the
-queue at a slow link stays short. Fast links get whole messages at once, as each turn of this thread may wait for the
+arrived is bounded by time, from what peers were seen to send (``channels.Network``). So an earlier round can overtake, and the
+queue at a slow link stays short. Inside a node whole messages are wanted at once, as each turn of this thread may wait for the
 interpreter.
 
 Connections inside a node and connections to other nodes do not share a link: each kind has its own order and window.

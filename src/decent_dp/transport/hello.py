@@ -7,7 +7,7 @@ Either of two workers may dial. Four messages pass on each connection before any
 | 1 | the dialling worker | its rank, uid and incarnation, whom it dials, the plane, an id of this attempt, a nonce |
 | 2 | the listening worker | a nonce of its own |
 | 3 | the dialling worker | a proof |
-| 4 | the listening worker | WELCOME, REFUSED or REPLACED, its uid and incarnation, the reason of a refusal, a proof |
+| 4 | the listening worker | WELCOME, REFUSED, REPLACED or CROSSING, its uid and incarnation, the reason of a refusal, a proof |
 
 A proof is an HMAC-SHA256 with the run's secret over all that identifies the two ends: the version, the run, what step 1 said,
 both nonces, and the keys with which the connection is encrypted. So a recorded message is worth nothing later, or at another
@@ -25,17 +25,30 @@ from dataclasses import dataclass
 from decent_dp.transport.communicators import GreetingError
 from decent_dp.transport.messages import VERSION
 
-__all__ = ["BULK", "CONTROL", "GUEST", "REPLACED", "VISIT", "Dialled", "Identity", "ReplacedError", "Visitor"]
+__all__ = [
+    "BULK",
+    "CONTROL",
+    "CROSSING",
+    "GUEST",
+    "REPLACED",
+    "VISIT",
+    "CrossingError",
+    "Dialled",
+    "Identity",
+    "ReplacedError",
+    "Visitor",
+    "password",
+]
 
 CONTROL, BULK, VISIT = range(3)
-# The reason of a refusal that is for good.
-REPLACED = "another process has taken its place"
+# Reasons of refusals: one is for good, and with the other the listening worker's own connection will be used.
+REPLACED, CROSSING = "another process has taken its place", "it dials, too"
 # In place of a rank: a process that is no worker yet, and wants something else than exchanges.
 GUEST = 2**32 - 1
 
 _MAGIC = b"decentdp"
 _NONCE = 16
-_WELCOME, _REFUSED, _REPLACED = 1, 2, 3
+_WELCOME, _REFUSED, _REPLACED, _CROSSING = 1, 2, 3, 4
 # Magic, version; step 1: rank, uid, incarnation, whom, plane, attempt, nonce.
 _HELLO = struct.Struct(f"<8sHI8sQIB{_NONCE}s{_NONCE}s")
 # Magic, version, nonce.
@@ -43,11 +56,15 @@ _CHALLENGE = struct.Struct(f"<8sH{_NONCE}s")
 # Kind, uid, incarnation, and the reason of a refusal, padded with zeros; a proof follows.
 _ANSWER = struct.Struct("<B8sQ192s")
 # Of equal length, so that no label with what follows is another label with something else.
-_FROM_DIALLER, _FROM_LISTENER = b"decent_dp hello ", b"decent_dp answer"
+_FROM_DIALLER, _FROM_LISTENER, _PASSWORD = b"decent_dp hello ", b"decent_dp answer", b"decent_dp plain "
 
 
 class ReplacedError(GreetingError):
     """Another process is this worker by now."""
+
+
+class CrossingError(GreetingError):
+    """The other worker dials, too, and its connection will be used."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +90,11 @@ class Identity:
 
 def _prove(secret: bytes, label: bytes, *said: bytes) -> bytes:
     return hmac.digest(secret, label + b"".join(said), "sha256")
+
+
+def password(secret: bytes) -> bytes:
+    """Of connections over the network that are not encrypted: who has seen it there still has no proof."""
+    return _prove(secret, _PASSWORD).hex().encode()
 
 
 class Dialled:
@@ -122,7 +144,7 @@ class Dialled:
         kind, uid, incarnation, text = _ANSWER.unpack(said)
         if kind != _WELCOME:
             reason = text.rstrip(b"\0").decode(errors="replace")
-            raise (ReplacedError if kind == _REPLACED else GreetingError)(
+            raise {_REPLACED: ReplacedError, _CROSSING: CrossingError}.get(kind, GreetingError)(
                 f"worker {self._whom} refused the connection of worker {self._identity.rank}: {reason}."
             )
         return Identity(self._identity.run_id, self._whom, uid, incarnation)
@@ -162,7 +184,7 @@ class Visitor:
 
     def answer(self, refusal: str | None) -> bytes:
         """Step 4: welcome (None), or the reason why the worker is refused."""
-        kind = _WELCOME if refusal is None else _REPLACED if refusal == REPLACED else _REFUSED
+        kind = {None: _WELCOME, REPLACED: _REPLACED, CROSSING: _CROSSING}.get(refusal, _REFUSED)
         me = self._identity
         answer = _ANSWER.pack(kind, me.uid, me.incarnation, (refusal or "").encode())  # cuts a long text
         return answer + _prove(self._secret, _FROM_LISTENER, self._said, answer)

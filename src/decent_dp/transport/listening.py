@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
 import time
 from collections.abc import Callable
@@ -22,11 +23,13 @@ __all__ = ["Doorman"]
 
 _log = logging.getLogger(__name__)
 
-# Seconds in which a connection must have proven itself. On a full link a handshake takes some; but where anybody may send,
-# libzmq keeps what comes meanwhile.
-_PROVEN, _PROVEN_UNGUARDED = 10.0, 5.0
+# Seconds in which a connection must have proven itself. On a full link a handshake takes some.
+_PROVEN = 10.0
 # At most: connections that have said hello and proven nothing, all that have proven nothing, keys that are looked up at once.
 _VISITORS, _STRANGERS, _LOOKUPS = 1024, 4096, 16
+# The part of this process's descriptors that strangers may have: where none is left, libzmq 4.3.5 aborts the process when
+# somebody connects to a local socket.
+_THEIR_PART = 1 / 4
 
 
 @dataclass(eq=False)
@@ -46,7 +49,8 @@ class Doorman:
         identity, secret: this worker's.
         admit: why a worker that has proven itself is refused; None: it is welcome.
         opened: called with a worker that is welcome and its channels (control and bulk, or that of a visit).
-        authenticator: the socket of libzmq's authentication requests; None: no connection is encrypted.
+        authenticator: the socket of libzmq's authentication requests; None: there are local sockets alone.
+        password: that of connections that are not encrypted.
         known: the public keys of workers, of 32 bytes each.
         is_known: whether the store has a key, blocking; it raises OSError or RuntimeError.
         read_events: reads what has happened to the connections of a socket (``on_event``).
@@ -61,6 +65,7 @@ class Doorman:
         admit: Callable[[Identity], str | None],
         opened: Callable[[Identity, list[Channel]], None],
         authenticator: Any,
+        password: bytes,
         known: set[bytes],
         is_known: Callable[[bytes], bool],
         read_events: Callable[[Socket], None],
@@ -68,7 +73,7 @@ class Doorman:
         on_error: Callable[[Exception], None],
     ) -> None:
         self._identity, self._secret, self._admit, self._opened = identity, secret, admit, opened
-        self._authenticator, self._known, self._is_known = authenticator, known, is_known
+        self._authenticator, self._password, self._known, self._is_known = authenticator, password, known, is_known
         self._read_events, self._call, self._on_error = read_events, call, on_error
         # Since when a connection is there that has proven nothing. By listener and descriptor, as one may be used anew before
         # the other listener's events are read.
@@ -88,7 +93,7 @@ class Doorman:
         of = socket, event.descriptor
         if event.kind == zmq.EVENT_ACCEPTED:
             self._strangers[of] = time.monotonic()
-            if len(self._strangers) > _STRANGERS:
+            if len(self._strangers) > _most_strangers():
                 self._turn_away(*next(iter(self._strangers)))
         elif event.kind == zmq.EVENT_DISCONNECTED:
             if self._strangers.pop(of, None) is not None:
@@ -100,7 +105,7 @@ class Doorman:
         """Ends connections that have proven nothing in time."""
         now = time.monotonic()
         for (socket, descriptor), since in list(self._strangers.items()):
-            if now - since > (_PROVEN if socket.is_guarded else _PROVEN_UNGUARDED):
+            if now - since > _PROVEN:
                 self._turn_away(socket, descriptor)
         self._forget([guest for guest in self._guests.values() if now - guest.since > _PROVEN])
 
@@ -123,13 +128,16 @@ class Doorman:
         """The rest of a message from a connection that is not open is to be read."""
         frames: list[Any] = []
         while socket.zmq.get(zmq.RCVMORE):
-            frames.append(socket.zmq.recv(zmq.NOBLOCK, copy=False))
+            frame = socket.zmq.recv(zmq.NOBLOCK, copy=False)
+            if len(frames) < 3:  # a message of many parts is none of ours
+                frames.append(frame)
         header = frames[0].bytes if frames else b""
         guest = self._guests.get(routing_id)
         is_hello = len(frames) == 2 and len(header) == HEADER_BYTES and header[0] == HELLO
         descriptor, key = -1, b""
         with contextlib.suppress(zmq.ZMQError):  # it was gone before libzmq has asked for its address
             descriptor = frames[0].get(zmq.SRCFD) if frames else -1
+        was_there = (socket, descriptor) in self._strangers
         self._read_events(socket)  # so far the descriptor may have been another connection's
         if is_hello and guest is None and header[1] == 1:
             if (socket, descriptor) not in self._strangers:
@@ -149,7 +157,8 @@ class Doorman:
             self._let_in(guest)
             return
         self.dropped += 1
-        self._turn_away(socket, descriptor)
+        if was_there:  # else it may be a message that another connection has left, which had this descriptor before
+            self._turn_away(socket, descriptor)
 
     def _let_in(self, guest: _Guest) -> None:
         worker = guest.visitor.worker
@@ -185,13 +194,16 @@ class Doorman:
         with contextlib.suppress(zmq.Again):
             while True:
                 frames = self._authenticator.recv_multipart(zmq.NOBLOCK)
-                if len(frames) == 9:
+                if len(frames) > 8:
                     self._judge(frames)
 
     def _judge(self, frames: list[bytes]) -> None:
         sender, request, mechanism, key = frames[0], frames[3], frames[7], frames[8]
-        if mechanism != b"CURVE" or key in self._known or self._lookups >= _LOOKUPS:
-            self._answer(sender, request, key, is_known=mechanism == b"CURVE" and key in self._known)
+        if mechanism != b"CURVE":
+            self._answer(sender, request, b"", is_known=hmac.compare_digest(frames[-1], self._password))
+            return
+        if key in self._known or self._lookups >= _LOOKUPS:
+            self._answer(sender, request, key, is_known=key in self._known)
             return
         self._lookups += 1
         if not start_thread(partial(self._ask_the_store, key, sender, request), "decent_dp-keys", self._on_error):
@@ -213,3 +225,13 @@ class Doorman:
     def _answer(self, sender: bytes, request: bytes, key: bytes, *, is_known: bool) -> None:
         says = (b"200", b"OK", key.hex().encode()) if is_known else (b"400", b"no key of this run", b"")
         self._authenticator.send_multipart([sender, b"", b"1.0", request, *says, b""], zmq.NOBLOCK)
+
+
+def _most_strangers() -> int:
+    with contextlib.suppress(ImportError, OSError):
+        import resource
+
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if soft != resource.RLIM_INFINITY:
+            return min(_STRANGERS, int(_THEIR_PART * soft))
+    return _STRANGERS

@@ -24,7 +24,7 @@ from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, Exchan
 from decent_dp.transport.closed_group import close_default_group
 from decent_dp.transport.communicators import Communicator, Notes, Rendezvous, peer_error, timeout_of
 from decent_dp.transport.exchange import WireExchanges
-from decent_dp.transport.hello import Identity
+from decent_dp.transport.hello import Identity, password
 from decent_dp.transport.inprocess import InProcessTransport
 from decent_dp.transport.nccl import AllReduceGroups, Exchanges, NcclPairs
 from decent_dp.transport.neighbours import Neighbours
@@ -172,14 +172,23 @@ class ProcessGroupTransport(Transport):
         sockets, listeners, dead_after = None, list[Socket](), 0.0
         try:
             dead_after = shared.dead_after or default_dead_after()
-            sockets = Sockets(dead_after, breaks=shared.dead_after is not None, io_threads=_io_threads())
+            breaks = shared.dead_after is not None
+            sockets = Sockets(dead_after, password(shared.proof), breaks=breaks, io_threads=_io_threads())
             listeners = listen(shared, sockets)
         except (RuntimeError, ValueError, OSError, ZMQError) as found:
             error = str(found)
-        errors = {rank: text for rank, text in zip(self.control.ranks, self.control.gather(error), strict=True) if text}
-        if errors or sockets is None:
+        try:
+            self._connect_all(sockets, listeners, dead_after, error)
+        except BaseException:
             if sockets is not None:
                 sockets.close_all()
+            raise
+
+    def _connect_all(self, sockets: Sockets | None, listeners: list[Socket], dead_after: float, error: str) -> None:
+        """``error``: why this worker does not listen."""
+        shared = self._rendezvous
+        errors = {rank: text for rank, text in zip(self.control.ranks, self.control.gather(error), strict=True) if text}
+        if errors or sockets is None:
             raise RuntimeError(" ".join(f"Worker {rank}: {text}" for rank, text in errors.items()))
         self._wire = Wire(
             Identity(bytes.fromhex(shared.run_id), shared.rank, secrets.token_bytes(8), shared.incarnation),
@@ -190,7 +199,7 @@ class ProcessGroupTransport(Transport):
             listeners,
             shared.curve,
             set(shared.keys),
-            lambda peer, incarnation: find(self._rendezvous, peer, self._dial_seconds, incarnation),
+            lambda peer, incarnation: find(self._rendezvous, peer, self._dial_seconds, incarnation, dead_after),
             lambda key: shared.knows(key, _LOOK_UP),
             self.timeout,
             dead_after,

@@ -14,6 +14,7 @@ import socket
 import stat
 import struct
 import time
+import weakref
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -98,10 +99,14 @@ class Socket:
     Attributes:
         is_router: it listens, and each message begins with the routing id of the connection.
         curve: the keys with which it encrypts; None: it does not.
+        password: of connections over the network that are not encrypted; empty: of local ones. (libzmq 4.3.5 gives a
+            connection a name before it has heard its own, and aborts the process if another one has it. It waits with that
+            until a key or a password has been accepted.)
+        authenticates: the authenticator says who may connect.
         endpoint: of a listener, with its port.
     """
 
-    def __init__(self, context: zmq.Context[Any], kind: int, curve: Curve | None) -> None:
+    def __init__(self, context: zmq.Context[Any], kind: int, curve: Curve | None, password: bytes) -> None:
         self.is_router, self.curve = kind == zmq.ROUTER, curve
         self.endpoint = ""
         self.zmq: ZmqSocket = context.socket(kind)
@@ -118,17 +123,19 @@ class Socket:
             self.zmq.set(zmq.CURVE_SECRETKEY, curve.secret)
             if self.is_router:
                 self.zmq.set(zmq.CURVE_SERVER, 1)
-                self.zmq.set(zmq.ZAP_DOMAIN, b"decent_dp")
+        elif password and self.is_router:
+            self.zmq.set(zmq.PLAIN_SERVER, 1)
+        elif password:
+            self.zmq.set(zmq.PLAIN_USERNAME, b"worker")
+            self.zmq.set(zmq.PLAIN_PASSWORD, password)
+        self.authenticates = self.is_router and bool(curve or password)
+        if self.authenticates:
+            self.zmq.set(zmq.ZAP_DOMAIN, b"decent_dp")
         self.monitor: ZmqSocket = self.zmq.get_monitor_socket(_EVENTS)
         # By descriptor: the inode, which tells whether it is the same connection still.
         self._connections: dict[int, int] = {}
         self._listening: dict[int, int] = {}
         _OPEN.add(self)
-
-    @property
-    def is_guarded(self) -> bool:
-        """Whether libzmq lets only those send who have a key, or are processes of this user."""
-        return self.curve is not None or self.endpoint.startswith("ipc://")
 
     @property
     def is_open_to_others(self) -> bool:
@@ -191,12 +198,14 @@ class Sockets:
             own and cuts it in time: an end that only asks the other one for them (HEARTBEAT_TTL) stops its timer at any other
             message, and misses a peer that freezes before its next heartbeat.
         breaks: the connection is cut before, when the edges of a silent worker are holes.
+        password: for connections over the network that are not encrypted; empty: they need none.
 
     Attributes:
-        authenticator: the socket at which libzmq asks whether a key may connect (ZAP, RFC 27); None: no listener encrypts.
+        authenticator: the socket at which libzmq asks whether somebody may connect (ZAP, RFC 27); None: all sockets are local.
     """
 
-    def __init__(self, dead_after: float, *, breaks: bool, io_threads: int = 1) -> None:
+    def __init__(self, dead_after: float, password: bytes, *, breaks: bool, io_threads: int = 1) -> None:
+        self.password = password
         most = min(dead_after, _LONGEST_HEARTBEAT)
         self._every, self._answered = most * _EVERY, most * ((SILENT if breaks else 1.0) - _EVERY)
         self._context = zmq.Context(io_threads)
@@ -215,11 +224,10 @@ class Sockets:
         Raises:
             OSError: the address is in use, or is none of this machine.
         """
-        if curve is not None and self.authenticator is None:  # before anybody can connect, who would be refused
+        made = self._make(zmq.ROUTER, endpoint, curve, beats=beats)
+        if made.authenticates and self.authenticator is None:  # before anybody can connect, who would be refused
             self.authenticator = self._context.socket(zmq.ROUTER)
             self.authenticator.bind("inproc://zeromq.zap.01")
-        made = self._make(zmq.ROUTER, curve, beats=beats)
-        made.zmq.set(zmq.IPV6, "[" in endpoint)
         try:
             made.zmq.bind(endpoint)
         except zmq.ZMQError as error:
@@ -235,17 +243,24 @@ class Sockets:
         Args:
             server: the public key of the listener.
             beats: there are heartbeats.
+
+        Raises:
+            OSError: there are too many sockets, or it is no address.
         """
-        made = self._make(zmq.DEALER, curve, beats=beats)
-        made.zmq.set(zmq.IPV6, "[" in endpoint)
-        made.zmq.set(zmq.ROUTING_ID, routing_id)
-        if curve is not None:
-            made.zmq.set(zmq.CURVE_SERVERKEY, server)
-        made.zmq.connect(endpoint)
+        made = self._make(zmq.DEALER, endpoint, curve, beats=beats)
+        try:
+            made.zmq.set(zmq.ROUTING_ID, routing_id)
+            if curve is not None:
+                made.zmq.set(zmq.CURVE_SERVERKEY, server)
+            made.zmq.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close(made)
+            raise OSError(error.errno, f"{error.strerror}: {endpoint}") from None
         return made
 
-    def _make(self, kind: int, curve: Curve | None, *, beats: bool) -> Socket:
-        made = Socket(self._context, kind, curve)
+    def _make(self, kind: int, endpoint: str, curve: Curve | None, *, beats: bool) -> Socket:
+        made = Socket(self._context, kind, curve, self.password if endpoint.startswith("tcp:") else b"")
+        made.zmq.set(zmq.IPV6, "[" in endpoint)
         if beats:
             made.zmq.set(zmq.HEARTBEAT_IVL, int(1000 * self._every))
             made.zmq.set(zmq.HEARTBEAT_TIMEOUT, int(1000 * self._answered))
@@ -287,11 +302,11 @@ def _inode_of(descriptor: int) -> int:
 
 # A child process, such as a worker of a DataLoader, may outlive its parent. While it holds a copy of a connection, the other
 # end does not notice that the parent has died.
-_OPEN: set[Socket] = set()
+_OPEN: weakref.WeakSet[Socket] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    for of in _OPEN:
+    for of in list(_OPEN):
         of.close_in_child()
     _OPEN.clear()
 

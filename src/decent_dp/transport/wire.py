@@ -20,9 +20,9 @@ from decent_dp.transport.channels import Channel, WireLink
 from decent_dp.transport.commands import Commands
 from decent_dp.transport.communicators import SilentError
 from decent_dp.transport.control_plane import ControlPlane
-from decent_dp.transport.dialling import CROSSING, Attempt, Dialler, Target
+from decent_dp.transport.dialling import Attempt, Dialler, Target
 from decent_dp.transport.flow import Flow
-from decent_dp.transport.hello import GUEST, REPLACED, VISIT, Identity
+from decent_dp.transport.hello import CROSSING, GUEST, REPLACED, VISIT, Identity
 from decent_dp.transport.link import Key, LinkState, Receiving, Sending
 from decent_dp.transport.listening import Doorman
 from decent_dp.transport.liveness import WireNeighbours
@@ -114,6 +114,7 @@ class Wire:
             self._admit,
             self._let_in,
             sockets.authenticator,
+            sockets.password,
             known,
             is_known,
             self._polling.read_events,
@@ -483,7 +484,8 @@ class Wire:
             _log.warning("a process that joins was not served (%d times by now)", self._guest_errors.times, exc_info=error)
 
     def _refused(self, peer: int, error: Exception) -> None:
-        """Where faults are not tolerated: a peer cannot be reached."""
+        """Where faults are not tolerated: a peer cannot be reached, and is not tried again."""
+        self._flow.fail(self._flow.link(peer), error)
         waiting = self._waiting.pop(peer, None)
         if waiting is not None and not waiting.done():
             waiting.set_exception(error)
