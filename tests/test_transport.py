@@ -195,7 +195,7 @@ def gathered(transport: Transport, edges: list[list[Edge]]) -> None:
             found[3:4] = math.nan
         return found
 
-    for t, round_ in enumerate(edges):
+    for t, round_ in enumerate(edges, start=1000):  # rounds that no other exchange has
         edge = next(e for e in round_ if rank in e.ranks)
         others = sorted(set(edge.ranks) - {rank})
         for exchange_id in (ExchangeId(t, bucket) for bucket in range(len(SIZES) if others else 0)):

@@ -31,7 +31,7 @@ from decent_dp.transport import ProcessGroupTransport, addresses, communicators
 from decent_dp.transport.channels import Channel, Network, Rate, WireLink
 from decent_dp.transport.communicators import UnreachableError
 from decent_dp.transport.flow import Flow
-from decent_dp.transport.hello import CONTROL, GUEST, VISIT, Dialled, Identity, Visitor
+from decent_dp.transport.hello import CONTROL, GUEST, VISIT, Dialled, Identity, Visitor, password
 from decent_dp.transport.link import Receiving, Sending
 from decent_dp.transport.listening import Doorman
 from decent_dp.transport.messages import DATA, HEADER_BYTES, HELLO, HINT, LARGEST_FRAME, OFFERS, START, STATE, pack, unpack
@@ -285,6 +285,7 @@ def test_strangers_are_reported_once_and_nothing_tells_the_secret(caplog):
     net = Net(1)
     stream = zmq.Context.instance().socket(zmq.DEALER)
     stream.linger = 0
+    stream.plain_username, stream.plain_password = b"worker", password(SECRET)
     try:
         stream.connect(net.targets[0].control)
         for _ in range(3):
@@ -702,9 +703,10 @@ def test_a_stream_of_which_nothing_is_read_is_bounded():
 
 @pytest.mark.timeout(60)
 def test_a_worker_of_another_version_is_named():
-    net, context = Net(2), zmq.Context()
+    net, context, curve = Net(2), zmq.Context(), Curve.create()
     routers = [context.socket(zmq.ROUTER) for _ in range(2)]
     for router in routers:
+        router.curve_server, router.curve_secretkey = True, curve.secret
         router.bind("tcp://127.0.0.1:*")
     answered = threading.Event()
 
@@ -721,7 +723,7 @@ def test_a_worker_of_another_version_is_named():
     thread.start()
     try:
         control, bulk = (router.get(zmq.LAST_ENDPOINT).decode() for router in routers)
-        net.targets[0] = replace(net.targets[0], control=control, bulk=bulk)
+        net.targets[0] = replace(net.targets[0], control=control, bulk=bulk, key=curve.public)
         with pytest.raises(ConnectionError, match=r"version 8, where version 7 was due"):
             net.wires[1].connect(0)
     finally:
