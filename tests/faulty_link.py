@@ -413,10 +413,10 @@ def connect_through(links: RemoteLinks, rank: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     communicators.network_stack = lambda: f"host of worker {rank}"
 
-    def find_proxy(rendezvous: Any, peer: int, seconds: float, incarnation: int = 0) -> Target:
+    def find_proxy(rendezvous: Any, peer: int, seconds: float, incarnation: int, answers: float) -> Target:
         address = rendezvous.address_of(peer, incarnation, seconds)
         if rank < peer:  # sees whether anybody listens, which the proxy hides
-            probe(address, rendezvous.node, seconds).close()
+            probe(address, rendezvous.node, min(seconds, answers)).close()
         links.route(rank, peer, address["host"], address["port"], address["bulk"])
         control, bulk = (f"tcp://127.0.0.1:{port}" for port in links.ports[rank, peer])
         return Target(control, bulk, bytes.fromhex(address["key"]), f"{address['host']} port {address['port']}")

@@ -476,6 +476,23 @@ def test_an_interface_may_have_an_ipv6_address_alone(monkeypatch):
     assert addresses.address_of("wg9") is None
 
 
+def test_whether_a_port_is_open_is_known_soon(monkeypatch):
+    """The kernel would try for two minutes, and the store may take long."""
+    waited = []
+
+    def no_answer(*arguments: Any) -> Any:
+        waited.append(arguments[2])
+        raise addresses.UnreachableError("there", "timed out")
+
+    monkeypatch.setattr(addresses, "probe", no_answer)
+    store = dist.HashStore()
+    far_away(store, 1, "127.0.0.1", 9)
+    for seconds, answers in ((1800.0, 10.0), (5.0, 10.0)):
+        with pytest.raises(addresses.UnreachableError):
+            addresses.find(meeting_at(store), 1, seconds, 0, answers)
+    assert waited == [10.0, 5.0]
+
+
 def test_at_the_limit_of_open_files_the_peer_is_not_blamed(monkeypatch):
     store = dist.HashStore()
     far_away(store, 1, "127.0.0.1", 9)

@@ -332,6 +332,13 @@ def test_what_was_not_asked_for_is_dropped_and_counted():
     wires = Wires()
     assert wires.flow.memory_for(wires.link, Header(DATA, 0, 0, (0, 0, 2), 0, 100, 100)) is None
     assert wires.flow.dropped == 1
+    key = (0, 0, 0)
+    wires.flow.add_receiving(message(Receiving, key, 2**20))
+    wires.hear(key, OFFERS, 0, 0, 2**20)
+    assert wires.flow.memory_for(wires.link, Header(DATA, 0, 0, key, 0, 2**16, 2**20)) is not None
+    wires.flow.arrived(wires.link, Header(DATA, 0, 0, key, 0, 2**16, 2**20))
+    assert wires.flow.memory_for(wires.link, Header(DATA, 0, 0, key, 0, 2**16, 2**20)) is None, "it has come already"
+    assert wires.flow.dropped == 2
 
 
 def test_a_message_goes_on_where_it_was_on_a_new_connection():

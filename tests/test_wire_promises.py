@@ -668,8 +668,10 @@ def test_one_of_two_ports_is_not_a_way():
         try:
             bulk = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
             net.targets[0] = replace(net.targets[0], bulk=bulk, where="127.0.0.1 port 1")
+            began = time.monotonic()
             with pytest.raises(ConnectionError, match=r"has not answered at 127\.0\.0\.1 port 1 in time, only one of its two"):
                 net.wires[1].connect(0)
+            assert 1.4 < time.monotonic() - began < 10
         finally:
             net.close()
 

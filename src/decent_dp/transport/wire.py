@@ -107,7 +107,6 @@ class Wire:
         # Connections that stay open after a BYE for its answer, and until when.
         self._leaving: dict[Channel, float] = {}
         self._flow = Flow(identity.rank, local, self._hear_call, self.mailbox.keep, self._connected, self._hang_up)
-        self._authenticator = sockets.authenticator
         self._doorman = Doorman(
             identity,
             secret,
@@ -332,8 +331,8 @@ class Wire:
     def _run(self) -> None:
         try:
             self._polling.add(self._commands.wakeup)
-            if self._authenticator is not None:
-                self._polling.add(self._authenticator)
+            if self._sockets.authenticator is not None:
+                self._polling.add(self._sockets.authenticator)
             for listener in self._listeners:
                 self._polling.watch(listener)
             more = False
@@ -358,7 +357,7 @@ class Wire:
             socket = self._polling.sources.get(stream)
             if stream == self._commands.wakeup:
                 self._commands.awake()
-            elif stream is self._authenticator:
+            elif stream is self._sockets.authenticator:
                 self._doorman.authenticate()
             elif socket is not None and stream is socket.zmq:
                 self._reader.read(socket, time.monotonic() + _READ_FOR)
