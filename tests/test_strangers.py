@@ -211,3 +211,29 @@ def few_descriptors(rank: int, n: int) -> int:
 def test_strangers_leave_descriptors_for_workers(workers):
     """Where none is left, libzmq aborts a process at whose local socket somebody knocks."""
     assert workers(1, few_descriptors)[0] > 50
+
+
+def of_another_user(rank: int, n: int) -> list[bytes]:
+    """What a local socket says first to a process of this user, and to one of another."""
+    net, found = Net(2, near=True), []
+    for user in (os.getuid(), 65534):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as stream:
+                os.setuid(user)
+                stream.settimeout(5)
+                stream.connect(b"\0" + net.targets[0].control.removeprefix("ipc://@").encode())
+                os.write(writing, stream.recv(1))
+            os._exit(0)
+        os.close(writing)
+        os.waitpid(child, 0)
+        found.append(os.read(reading, 1))
+        os.close(reading)
+    net.close()
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root can become another user")
+def test_local_sockets_are_for_processes_of_the_same_user(workers):
+    assert workers(1, of_another_user) == [[b"\xff", b""]]
