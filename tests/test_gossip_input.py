@@ -320,9 +320,9 @@ def test_the_same_error_on_all_workers(workers):
         assert not found[name][1].startswith("worker"), name
 
 
-# The same checks find them as on all workers: for the fast tests one of four is enough, an odd one on worker 1.
+# The same checks find them as on all workers: for the fast tests one of twelve is enough, an odd one on worker 1.
 @pytest.mark.parametrize(
-    "names", [[*BAD][::4], pytest.param([*BAD], marks=pytest.mark.slow)], ids=["some arguments", "all arguments"]
+    "names", [[*BAD][::12], pytest.param([*BAD], marks=pytest.mark.slow)], ids=["some arguments", "all arguments"]
 )
 def test_arguments_of_one_worker_are_named_on_all(workers, names):
     found, *others = workers(2, wrong_on_one, names)

@@ -93,7 +93,8 @@ def over_sockets(rank: int, n: int, cases: list[Case]) -> list[Any]:
     return [train_really(rank, n, one) for one in cases]
 
 
-@pytest.mark.parametrize("cases", [CASES[::10], pytest.param(CASES, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [CASES], ids=["all"])
 def test_over_sockets_in_process_and_simulated(workers, cases):
     """Parameters and buffers after each of five steps, distances and bytes after the last."""
     sockets = workers(4, over_sockets, cases)

@@ -40,7 +40,7 @@ from decent_dp.transport.reading import Reader
 from decent_dp.transport.sockets import _OPEN, Curve, Event, Sockets, _inode_of
 from decent_dp.transport.state_stream import StateStream
 from tests.helpers import error_of
-from tests.wires import RUN, SECONDS, SECRET, Net, content, receive, send
+from tests.wires import RUN, SECONDS, SECRET, Net, content, receive, send, wait_for
 
 # -- sockets -----------------------------------------------------------------------------------------------------------------
 
@@ -283,18 +283,17 @@ def test_malformed_connections_stop_nobody():
 def test_strangers_are_reported_once_and_nothing_tells_the_secret(caplog):
     caplog.set_level(logging.DEBUG)
     net = Net(1)
-    stream = zmq.Context.instance().socket(zmq.DEALER)
-    stream.linger = 0
-    stream.plain_username, stream.plain_password = b"worker", password(SECRET)
+    streams = [zmq.Context.instance().socket(zmq.DEALER) for _ in range(3)]
     try:
-        stream.connect(net.targets[0].control)
-        for _ in range(3):
+        for stream in streams:
+            stream.linger = 0
+            stream.plain_username, stream.plain_password = b"worker", password(SECRET)
+            stream.connect(net.targets[0].control)
             stream.send_multipart([pack(1, flags=1), b"no hello"])
-        until = time.monotonic() + 5
-        while net.wires[0]._doorman.dropped < 3 and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_for(lambda: net.wires[0]._doorman.dropped >= 3)
     finally:
-        stream.close()
+        for stream in streams:
+            stream.close()
         net.close()
     assert [record.message for record in caplog.records if "did not greet" in record.message].__len__() == 1
     curve = Curve.create()
@@ -331,7 +330,7 @@ def holds_the_lock(rank: int, n: int, encrypts: bool) -> Any:
     return found, reconnects
 
 
-@pytest.mark.parametrize("encrypts", [False, True])
+@pytest.mark.parametrize("encrypts", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_busy_interpreter_is_not_silent(workers, encrypts):
     """For 1.8 times ``dead_after``."""
     assert workers(2, holds_the_lock, encrypts) == [(set(), 0)] * 2
