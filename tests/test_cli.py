@@ -262,6 +262,7 @@ JOB = "plan --params 65e6 --step-ms 60"
 CLUSTER = "-n 8 -l 4 --inter 25gbit --intra 200gbit"
 
 
+@pytest.mark.slow
 def test_plan_hands_on_what_was_typed(cli: Cli) -> None:
     from decent_dp.planner import Choice, Cluster, Job, Link, predict
 
@@ -298,7 +299,8 @@ def test_plan_ranks_and_says_why(cli: Cli) -> None:
     assert "needs a power of two nodes" in cli(f"{JOB} -n 12 -l 4 --inter 25gbit --intra 200gbit --top 1")
 
 
-@pytest.mark.parametrize("columns", ["40", *(pytest.param(columns, marks=pytest.mark.slow) for columns in ("60", "200"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", ["40", "60", "200"])
 def test_plan_never_cuts_a_number(cli: Cli, columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     line = f"{JOB} {CLUSTER} --top 2"

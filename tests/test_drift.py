@@ -137,6 +137,7 @@ def test_without_a_gain_one_is_chosen(name, n):
         assert radius(rule, topology) < 1
 
 
+@pytest.mark.slow
 def test_every_part_of_a_composition_counts():
     for name in ("one-peer-exp:2000,complete", "complete:2000,one-peer-exp"):
         topology = make_topology(name, local_world_size=1, world_size=32, rank=0)

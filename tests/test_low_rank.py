@@ -256,7 +256,8 @@ def real(rank: int, n: int) -> list[Any]:
     return [train_really(rank, n, case) for case in cases(n)]
 
 
-@pytest.mark.parametrize("n", [4, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [4, 5])
 def test_processes_equal_the_simulator(workers, n):
     found = workers(n, real, timeout=120)
     for i, case in enumerate(cases(n)):

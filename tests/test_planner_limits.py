@@ -181,6 +181,7 @@ def test_merged_buckets_keep_the_latency(monkeypatch: pytest.MonkeyPatch) -> Non
 # -- jitter ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_contenders_have_the_same_computation() -> None:
     """Whatever their periods: 2, 5 and 1 rounds, and none."""
     for jitter, n in ((0.01, 12), (0.3, 12), (0.3, 1), (0.3, 48)):

@@ -43,6 +43,7 @@ def test_draws_what_the_rows_say() -> None:
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["complete", "ring"]
 
 
+@pytest.mark.slow
 def test_values_beyond_a_log_scale_are_left_out(tmp_path: Path) -> None:
     some = [*rows("ddp", distance=0.0), *rows("ring")]
     some[0]["loss"] = float("nan")
@@ -146,6 +147,7 @@ def test_a_simulation_is_drawn_as_it_went(tmp_path: Path) -> None:
         plot_simulation([])
 
 
+@pytest.mark.slow
 def test_a_simulation_that_diverged(tmp_path: Path) -> None:
     good = {"step": 1, "loss": 2.0, "consensus_distance": 0.1, "accuracy": 0.5, "worst_accuracy": 0.4}
     bad = {**good, "step": 2, "loss": None, "consensus_distance": None}

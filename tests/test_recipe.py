@@ -62,6 +62,7 @@ def test_the_code_is_what_gossip_takes():
     assert "one-peer-exp" in taken(20).code or "base-2" in taken(20).code
 
 
+@pytest.mark.slow
 def test_nodes_of_several_workers_keep_their_topologies():
     found = taken(100, Job.of_step(65e6, 60), n=16, local=4)
     assert found.prediction.choice.kind == "decent_dp"

@@ -97,7 +97,7 @@ def comparable(found: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "kinds",
-    [["int8", "momentum"], pytest.param([*KINDS], marks=pytest.mark.slow)],
+    [["int8"], pytest.param([*KINDS], marks=pytest.mark.slow)],
     ids=["some", "all"],
 )
 def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(workers, tmp_path, kinds):
