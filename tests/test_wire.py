@@ -19,10 +19,9 @@ from decent_dp.transport.communicators import GreetingError
 from decent_dp.transport.flow import Flow
 from decent_dp.transport.hello import CONTROL, REPLACED, Dialled, Identity, ReplacedError, Visitor
 from decent_dp.transport.link import LinkState, Receiving, Sending
-from decent_dp.transport.listening import Doorman
 from decent_dp.transport.messages import DATA, HELLO, OFFERS, START, Header, pack, unpack
 from tests.test_transport import caught, exchanges, grouping, pairing, swap
-from tests.wires import Net, receive
+from tests.wires import SECRET, Net, make_doorman, receive
 
 # -- between processes -----------------------------------------------------------------------------------------------------
 
@@ -205,19 +204,8 @@ def test_a_hello_is_judged_after_all_events_before_it():
         while pending:
             doorman.on_event(socket, pending.pop(0))
 
-    arguments: list[Any] = [
-        LISTENER,
-        b"secret",
-        lambda _: None,
-        lambda *_: None,
-        None,
-        b"",
-        set(),
-        lambda _: False,
-        read_events,
-    ]
-    doorman = Doorman(*arguments, lambda call: call(), lambda _: None)
-    dialled = Dialled(DIALLER, b"secret", 0, CONTROL, bytes(16), b"")
+    doorman = make_doorman(read_events)
+    dialled = Dialled(DIALLER, SECRET, 0, CONTROL, bytes(16), b"")
     frames = [Frame(pack(HELLO, flags=1)), Frame(dialled.hello)]
     sent: list[bytes] = []
     stream = SimpleNamespace(

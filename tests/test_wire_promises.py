@@ -33,14 +33,13 @@ from decent_dp.transport.communicators import UnreachableError
 from decent_dp.transport.flow import Flow
 from decent_dp.transport.hello import CONTROL, GUEST, VISIT, Dialled, Identity, Visitor, password
 from decent_dp.transport.link import Receiving, Sending
-from decent_dp.transport.listening import Doorman
 from decent_dp.transport.messages import DATA, HEADER_BYTES, HELLO, HINT, LARGEST_FRAME, OFFERS, START, STATE, pack, unpack
 from decent_dp.transport.polling import Polling
 from decent_dp.transport.reading import Reader
 from decent_dp.transport.sockets import _OPEN, Curve, Event, Sockets, _inode_of
 from decent_dp.transport.state_stream import StateStream
 from tests.helpers import error_of
-from tests.wires import RUN, SECONDS, SECRET, Net, content, receive, send, wait_for
+from tests.wires import RUN, SECONDS, SECRET, Net, content, make_doorman, receive, send, wait_for
 
 # -- sockets -----------------------------------------------------------------------------------------------------------------
 
@@ -569,17 +568,7 @@ def test_a_socket_that_cannot_be_made_is_an_error_on_all_workers(workers):
 def test_a_descriptor_that_is_used_anew_at_the_other_listener():
     """The events of two listeners come in no common order: the end of an old connection is not that of the new one."""
     control, bulk = (Listener(), Listener())
-    arguments: list[Any] = [
-        Identity(RUN, 0, b"listener"),
-        SECRET,
-        lambda _: None,
-        lambda *_: None,
-        None,
-        b"",
-        set(),
-        lambda _: False,
-    ]
-    doorman = Doorman(*arguments, lambda _: None, lambda call: call(), lambda _: None)
+    doorman = make_doorman()
     for socket_, kind in ((control, zmq.EVENT_ACCEPTED), (bulk, zmq.EVENT_ACCEPTED), (control, zmq.EVENT_DISCONNECTED)):
         doorman.on_event(socket_, Event(kind, 5))
     assert list(doorman._strangers) == [(bulk, 5)]

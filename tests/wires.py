@@ -15,6 +15,7 @@ from decent_dp.transport.communicators import UnreachableError
 from decent_dp.transport.dialling import Target
 from decent_dp.transport.hello import Identity, password
 from decent_dp.transport.link import Key, Receiving, Sending
+from decent_dp.transport.listening import Doorman
 from decent_dp.transport.sockets import Curve, Sockets
 from decent_dp.transport.wire import Wire
 
@@ -118,6 +119,24 @@ class Net:
         for thread in closing:
             thread.join(SECONDS)
             assert not thread.is_alive()
+
+
+def make_doorman(read_events: Callable[[Any], None] = lambda _: None) -> Doorman:
+    """Of worker 0, that lets in whoever knows the secret."""
+    call: Callable[[Callable[[], None]], None] = lambda command: command()  # noqa: E731
+    return Doorman(
+        identity(0),
+        SECRET,
+        lambda _: None,
+        lambda *_: None,
+        None,
+        b"",
+        set(),
+        lambda _: False,
+        read_events,
+        call,
+        lambda _: None,
+    )
 
 
 def send(wire: Wire, peer: int, key: Key, data: bytes, ready: int | None = None) -> tuple[Sending, Future[None]]:
