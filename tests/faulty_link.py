@@ -406,12 +406,12 @@ def _reset(stream: socket.socket) -> None:
 
 def connect_through(links: RemoteLinks, rank: int) -> None:
     """In a worker, before it connects: its exchanges go over TCP and through the proxy, as if it was alone on its host."""
-    from decent_dp.transport import communicators, process_group
+    from decent_dp.transport import process_group, rendezvous
     from decent_dp.transport.addresses import probe
     from decent_dp.transport.dialling import Target
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    communicators.network_stack = lambda: f"host of worker {rank}"
+    rendezvous.network_stack = lambda: f"host of worker {rank}"
 
     def find_proxy(rendezvous: Any, peer: int, seconds: float, incarnation: int, answers: float) -> Target:
         address = rendezvous.address_of(peer, incarnation, seconds)

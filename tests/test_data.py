@@ -87,7 +87,7 @@ def test_a_loader_fetches_ahead(workers_of_loader):
 
 
 def decent_dp_transport() -> Any:
-    from decent_dp.transport.inprocess import InProcessTransport
+    from decent_dp.transport.in_process import InProcessTransport
 
     return InProcessTransport()
 

@@ -31,7 +31,7 @@ from decent_dp.errors import PeerError
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeRequest, Handle, process_group
 from decent_dp.transport.base import DeferredHandle
-from decent_dp.transport.communicators import UnreachableError
+from decent_dp.transport.peer_errors import UnreachableError
 from tests.test_cli import links
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "COLUMNS", "FORCE_COLOR")

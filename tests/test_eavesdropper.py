@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from decent_dp.topo import Edge
-from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses, communicators, process_group
+from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses, process_group, rendezvous
 from decent_dp.transport.dialling import Target
 from tests.helpers import came, request
 from tests.test_transport import caught
@@ -60,7 +60,7 @@ class Between:
 
 def apart(rank: int, encrypt: bool, changes: int | None = None) -> tuple[Any, list[Between]]:
     """A transport of a worker with a node of its own, and who is between it and the others, if it has dialled."""
-    communicators.network_stack = lambda: f"node {rank}"
+    rendezvous.network_stack = lambda: f"node {rank}"
     addresses._own_address = lambda **_: "127.0.0.1"
     between: list[Between] = []
     find = process_group.find

@@ -28,7 +28,7 @@ from decent_dp.topo import Edge, EveryTopology, Topology, make_topology
 from decent_dp.topo.epochs import EpochTopology
 from decent_dp.transport import InProcessTransport
 from decent_dp.transport.agreement import Decision
-from decent_dp.transport.communicators import Rendezvous, _unbound, address_key
+from decent_dp.transport.rendezvous import Rendezvous, _unbound, address_key
 from tests.helpers import assert_same, values
 from tests.test_survivor_calls import survivors
 from tests.test_tolerate import DEAD_AFTER, make, step

@@ -22,7 +22,15 @@ from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerTimeoutError
 from decent_dp.replica.shutdown import shut_down
 from decent_dp.topo import Edge
-from decent_dp.transport import ExchangeId, InProcessTransport, ProcessGroupTransport, exchange, process_group, run_replicas
+from decent_dp.transport import (
+    ExchangeId,
+    InProcessTransport,
+    ProcessGroupTransport,
+    groups,
+    handles,
+    process_group,
+    run_replicas,
+)
 from tests.helpers import SGD, came, loss, net, request
 from tests.workers import shorten
 
@@ -256,13 +264,13 @@ def groups_without_a_garbage_collector(rank: int, n: int) -> list[int]:
     transport, edge = ProcessGroupTransport(), Edge(list(range(n)), 1 / n)
     transport.prepare([edge])
     alive, made = [], weakref.WeakSet[Any]()
-    begin = exchange._ChunkReduction.begin
+    begin = groups._ChunkReduction.begin
 
     def noted(self: Any) -> None:
         made.add(self)
         begin(self)
 
-    exchange._ChunkReduction.begin = noted  # type: ignore[method-assign]
+    groups._ChunkReduction.begin = noted  # type: ignore[method-assign]
     gc.disable()
     for round_ in range(3):
         own = request(torch.full((3 * _BLOCK_ON_CPU,), float(rank)), rank, ExchangeId(round_, 0), Lossless)
@@ -280,9 +288,9 @@ def test_a_group_that_is_done_is_freed_at_once(workers):
 
 
 def test_many_failed_requests_for_buffers_do_not_nest():
-    pool, given = exchange._BufferPool(), list[int]()
+    pool, given = groups.BufferPool(), list[int]()
     all_of_it: list[Tensor] = []
-    pool.take(1, exchange._POOL_BYTES, all_of_it.extend)
+    pool.take(1, groups._POOL_BYTES, all_of_it.extend)
 
     def fail(buffers: list[Tensor]) -> None:
         given.append(len(buffers))
@@ -293,7 +301,7 @@ def test_many_failed_requests_for_buffers_do_not_nest():
     assert given == []
     pool.release(all_of_it, reuse=True)
     assert given == [1] * 5000
-    pool.take(1, exchange._POOL_BYTES, fail)  # all of it is free again
+    pool.take(1, groups._POOL_BYTES, fail)  # all of it is free again
     assert len(given) == 5001
 
 
@@ -305,7 +313,7 @@ def handle_that_lands(timeout: float) -> tuple[Any, list[str]]:
     mailbox = SimpleNamespace(waits_for=lambda *_: False)
     wire: Any = SimpleNamespace(last_progress=lambda _: 0.0, open_slots=lambda *_: [], mailbox=mailbox)
     own = request(torch.ones(3), 0, ExchangeId(0, 0))
-    handle = exchange._WireHandle(own, [1], exchange._Timeout(timeout), wire, lambda error, *_: RuntimeError(f"is {error!r}"))
+    handle = handles.WireHandle(own, [1], handles.Timeout(timeout), wire, lambda error, *_: RuntimeError(f"is {error!r}"))
     calls: list[str] = []
     handle.land, handle.finish = lambda: calls.append("lands"), lambda: calls.append("finishes")
     handle.expect(1)

@@ -18,8 +18,8 @@ from benchmarks.gpu import runner
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.case import BOTH, PAIR, THREADS, TRIO, TRIO_THREADS
 from decent_dp import gossip
-from decent_dp.transport import InProcessTransport, inprocess, run_replicas
-from decent_dp.transport.inprocess import LocalHub
+from decent_dp.transport import InProcessTransport, in_process, run_replicas
+from decent_dp.transport.in_process import LocalHub
 from tests.helpers import loss, net
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -157,7 +157,7 @@ def test_threads_show_only_written_values(monkeypatch, topology):
                 brought.append(id(value) in waited)
         bring(self, key, rank, value)
 
-    monkeypatch.setattr(inprocess, "written", written)
+    monkeypatch.setattr(in_process, "written", written)
     monkeypatch.setattr(LocalHub, "put", look)
 
     def work(transport: InProcessTransport) -> list[int]:

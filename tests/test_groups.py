@@ -18,8 +18,9 @@ from decent_dp.compression import COMPRESSIONS
 from decent_dp.compression.blockwise import _BLOCK_ON_CPU
 from decent_dp.errors import PeerLostError
 from decent_dp.topo import Edge
-from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses, communicators
-from decent_dp.transport.exchange import _POOL_BYTES, WireExchanges
+from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses, rendezvous
+from decent_dp.transport.exchange import WireExchanges
+from decent_dp.transport.groups import _POOL_BYTES
 from decent_dp.transport.reduction_tree import Place, find_place, group_by_node
 from tests.helpers import came, compression_of, request
 
@@ -174,7 +175,7 @@ def test_in_each_step_a_node_sends_to_one_other_and_receives_from_one_other(k):
 
 def on_two_nodes(rank: int, n: int) -> Any:
     """One machine that acts as two: TCP between them, and leaders that are no roots."""
-    communicators.network_stack = lambda: f"node {rank // 2}"
+    rendezvous.network_stack = lambda: f"node {rank // 2}"
     addresses._own_address = lambda **_: "127.0.0.1"
     edge = Edge(list(range(n)), 1 / n)
     found = []

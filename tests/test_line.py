@@ -25,7 +25,7 @@ from decent_dp.errors import PeerLostError
 from decent_dp.membership import Epoch, joining, runs
 from decent_dp.membership.line import Line, newest_epoch
 from decent_dp.membership.runs import Reach, Run, choose, reach, register
-from decent_dp.transport.communicators import Rendezvous, address_key, network_stack
+from decent_dp.transport.rendezvous import Rendezvous, address_key, network_stack
 from decent_dp.transport.store import add_to
 from tests.helpers import SilentStore
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.transport import run_replicas
-from decent_dp.transport.inprocess import LocalHub
+from decent_dp.transport.in_process import LocalHub
 from tests.helpers import SGD, alone, assert_same, batch, loss, net, plain, some_and_all, values
 
 ADAMW = partial(torch.optim.AdamW, lr=0.05)

@@ -20,7 +20,7 @@ from decent_dp.topo import Edge
 from decent_dp.transport import InProcessTransport, ProcessGroupTransport, Transport, run_replicas
 from decent_dp.transport import store as store_module
 from decent_dp.transport.addresses import find
-from decent_dp.transport.communicators import Rendezvous
+from decent_dp.transport.rendezvous import Rendezvous
 from decent_dp.transport.store import StoreCalls, StoreClient, read_text, store_errors
 from tests.helpers import BrokenStore, SilentStore
 

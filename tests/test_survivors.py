@@ -22,10 +22,10 @@ from decent_dp.errors import OutOfStepError, PeerLostError, PeerTimeoutError
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId
 from decent_dp.transport import survivors as survivors_module
-from decent_dp.transport.communicators import UnreachableError
 from decent_dp.transport.courier import Courier
 from decent_dp.transport.link import LinkState
 from decent_dp.transport.messages import AGREEMENT
+from decent_dp.transport.peer_errors import UnreachableError
 from decent_dp.transport.survivors import SurvivorControl, spanning_tree
 from decent_dp.transport.wire import Wire
 from tests.helpers import some_in_the_fast_tests

@@ -29,7 +29,7 @@ from decent_dp.transport import (
     Transport,
     run_replicas,
 )
-from decent_dp.transport.inprocess import LocalHub
+from decent_dp.transport.in_process import LocalHub
 from tests.helpers import came, compression_of, request
 from tests.workers import shorten
 

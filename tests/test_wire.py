@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from decent_dp.topo import Edge
-from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses, communicators
+from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses, peer_errors, rendezvous
 from decent_dp.transport.channels import Channel, WireLink
-from decent_dp.transport.communicators import GreetingError
 from decent_dp.transport.flow import Flow
 from decent_dp.transport.hello import CONTROL, REPLACED, Dialled, Identity, ReplacedError, Visitor
 from decent_dp.transport.link import LinkState, Receiving, Sending
 from decent_dp.transport.messages import DATA, HELLO, OFFERS, START, Header, pack, unpack
+from decent_dp.transport.peer_errors import GreetingError
 from tests.test_transport import caught, exchanges, grouping, pairing, swap
 from tests.wires import SECRET, Net, make_doorman, receive
 
@@ -27,7 +27,7 @@ from tests.wires import SECRET, Net, make_doorman, receive
 
 
 def on_nodes_of_their_own(rank: int, n: int) -> bool:
-    communicators.network_stack = lambda: f"node {rank}"
+    rendezvous.network_stack = lambda: f"node {rank}"
     addresses._own_address = lambda **_: "127.0.0.1"
     transport: Any = ProcessGroupTransport()
     exchanges(transport, pairing(n), torch.float32)
@@ -66,9 +66,9 @@ def test_a_forked_child_does_not_hide_that_its_parent_was_killed(workers):
 
 def meets(rank: int, n: int, secrets: list[str], encrypts: list[bool | None], versions: list[int]) -> str:
     os.environ["DECENT_DP_SECRET_FILE" if secrets[rank].startswith("/") else "DECENT_DP_SECRET"] = secrets[rank]
-    communicators.VERSION = versions[rank]
+    rendezvous.VERSION = versions[rank]
     try:
-        shared = communicators.Rendezvous.create(None, encrypt=encrypts[rank])
+        shared = rendezvous.Rendezvous.create(None, encrypt=encrypts[rank])
     except ValueError as error:
         return str(error)
     assert (shared.proof == shared.token) == (not secrets[rank])
@@ -98,12 +98,12 @@ def test_a_secret_in_a_file(tmp_path, monkeypatch):
     file = tmp_path / "secret"
     monkeypatch.setenv("DECENT_DP_SECRET_FILE", str(file))
     with pytest.raises(ValueError, match="cannot be read"):
-        communicators.run_secret()
+        rendezvous.run_secret()
     file.write_text("\n")
     with pytest.raises(ValueError, match="is empty"):
-        communicators.run_secret()
+        rendezvous.run_secret()
     file.write_text("long and random\n")
-    assert communicators.run_secret().text == b"long and random"
+    assert rendezvous.run_secret().text == b"long and random"
 
 
 def forged(rank: int, n: int) -> list[str]:
@@ -115,7 +115,7 @@ def forged(rank: int, n: int) -> list[str]:
     if rank == 0:
         for address in ({**whole[1], "local": "elsewhere"}, {**whole[2]}, whole[1]):
             shared.addresses.pop(1, None)
-            shared.store.set(communicators.address_key(1, 0), json.dumps(address))
+            shared.store.set(rendezvous.address_key(1, 0), json.dumps(address))
             try:
                 found.append(shared.address_of(1, 0, 5.0)["local"])
             except RuntimeError as error:
@@ -227,10 +227,10 @@ def test_a_hello_is_judged_after_all_events_before_it():
 def test_what_needs_a_connection_that_cannot_be_made_fails():
     """Nobody waits for the connection, as the other worker dials first."""
     net = Net(2, near=True)
-    net.unreachable[1] = communicators.UnreachableError(None, "refused", is_refused=True)
+    net.unreachable[1] = peer_errors.UnreachableError(None, "refused", is_refused=True)
     asked = receive(net.wires[0], 1, (0, 0, 0), 100)
     net.wires[0].connect(1)
-    with pytest.raises(communicators.UnreachableError):
+    with pytest.raises(peer_errors.UnreachableError):
         asked.result(5)
     net.close()
 

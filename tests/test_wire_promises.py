@@ -27,13 +27,13 @@ import zmq
 import decent_dp
 from decent_dp.errors import WireError
 from decent_dp.topo import Edge
-from decent_dp.transport import ProcessGroupTransport, addresses, communicators
+from decent_dp.transport import ProcessGroupTransport, addresses, rendezvous
 from decent_dp.transport.channels import Channel, Network, Rate, WireLink
-from decent_dp.transport.communicators import UnreachableError
 from decent_dp.transport.flow import Flow
 from decent_dp.transport.hello import CONTROL, GUEST, VISIT, Dialled, Identity, Visitor, password
 from decent_dp.transport.link import Receiving, Sending
 from decent_dp.transport.messages import DATA, HEADER_BYTES, HELLO, HINT, LARGEST_FRAME, OFFERS, START, STATE, pack, unpack
+from decent_dp.transport.peer_errors import UnreachableError
 from decent_dp.transport.polling import Polling
 from decent_dp.transport.reading import Reader
 from decent_dp.transport.sockets import _OPEN, Curve, Event, Sockets, _inode_of
@@ -307,7 +307,7 @@ def test_strangers_are_reported_once_and_nothing_tells_the_secret(caplog):
 
 def holds_the_lock(rank: int, n: int, encrypts: bool) -> Any:
     if encrypts:
-        communicators.network_stack = lambda: f"node {rank}"
+        rendezvous.network_stack = lambda: f"node {rank}"
         addresses._own_address = lambda **_: "127.0.0.1"
     model = torch.nn.Linear(10, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -678,8 +678,8 @@ def test_hints_are_of_buckets_that_there_can_be():
 
 
 def test_what_others_write_to_the_store_is_compared():
-    assert communicators._are_equal("ab", "ab")
-    assert not communicators._are_equal("\u00e9", "ab")
+    assert rendezvous._are_equal("ab", "ab")
+    assert not rendezvous._are_equal("\u00e9", "ab")
 
 
 def test_a_stream_of_which_nothing_is_read_is_bounded():

@@ -24,7 +24,7 @@ from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import DisagreementError, OutOfStepError, PeerLostError, PeerTimeoutError
 from decent_dp.topo import Edge, RingTopology, Topology, TopologyReg
 from decent_dp.transport import run_replicas
-from decent_dp.transport.inprocess import LocalHub
+from decent_dp.transport.in_process import LocalHub
 from tests.helpers import SGD, alone, assert_same, batch, errors_of, listening, loss, net, values
 from tests.workers import PRELOADED, hear, say, shorten
 

@@ -11,11 +11,11 @@ from concurrent.futures import Future
 from typing import Any
 
 from decent_dp.transport.addresses import probe
-from decent_dp.transport.communicators import UnreachableError
 from decent_dp.transport.dialling import Target
 from decent_dp.transport.hello import Identity, password
 from decent_dp.transport.link import Key, Receiving, Sending
 from decent_dp.transport.listening import Doorman
+from decent_dp.transport.peer_errors import UnreachableError
 from decent_dp.transport.sockets import Curve, Sockets
 from decent_dp.transport.wire import Wire
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from decent_dp.transport import InProcessTransport
-from decent_dp.transport.inprocess import LocalHub
+from decent_dp.transport.in_process import LocalHub
 
 How: TypeAlias = Literal["processes", "threads"]
 Place: TypeAlias = tuple[How, int]

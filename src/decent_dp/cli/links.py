@@ -28,7 +28,7 @@ from torch import Tensor
 from decent_dp.compression import FlatTensor, Lossless
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, ExchangeRequest, Transport, connect
-from decent_dp.transport.communicators import network_stack
+from decent_dp.transport.rendezvous import network_stack
 from decent_dp.transport.store import StoreCalls
 
 __all__ = ["Pair", "Probe", "schedule"]

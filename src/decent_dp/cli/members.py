@@ -59,7 +59,7 @@ def kill(
 ) -> int:
     """Kill a worker of this machine (SIGKILL), to see what its death costs. The others continue without it."""
     from decent_dp.membership.runs import Reach, reach
-    from decent_dp.transport.communicators import network_stack
+    from decent_dp.transport.rendezvous import network_stack
 
     run = _look(address, name)
     if worker not in run.members:

@@ -142,7 +142,7 @@ def _refuse_restart(store: Store, rank: int, world_size: int) -> None:
     """Raises RuntimeError if the others train on without this worker, and will not come."""
     # Only here: they take time to import.
     from decent_dp.membership.runs import run_without
-    from decent_dp.transport.communicators import ROOT
+    from decent_dp.transport.rendezvous import ROOT
 
     def ask(call: Callable[[Store], T]) -> T:
         return call(PrefixStore(ROOT, store))

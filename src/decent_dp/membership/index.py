@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Store
 
 from decent_dp.errors import PeerLostError
 from decent_dp.faults import check_run
-from decent_dp.transport.communicators import ROOT, RUNS
+from decent_dp.transport.rendezvous import ROOT, RUNS
 from decent_dp.transport.store import read_text
 
 __all__ = ["Entry", "UnreadableError", "enter", "parse", "runs_in"]

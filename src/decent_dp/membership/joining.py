@@ -17,7 +17,7 @@ from decent_dp.faults import check_run
 from decent_dp.membership.index import runs_in
 from decent_dp.membership.runs import Ask, Run, choose, registered
 from decent_dp.transport import NewcomerTransport, check_encrypt
-from decent_dp.transport.communicators import ROOT, Rendezvous, is_of_secret, network_stack
+from decent_dp.transport.rendezvous import ROOT, Rendezvous, is_of_secret, network_stack
 from decent_dp.transport.store import StoreCalls, add_to, connect_store, store_errors, whole_store
 
 __all__ = ["join", "look_at_run", "newest_run"]

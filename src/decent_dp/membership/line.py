@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch._C._distributed_c10d import Store
 
 from decent_dp.membership.index import Entry, enter
-from decent_dp.transport.communicators import ROOT, RUNS
+from decent_dp.transport.rendezvous import ROOT, RUNS
 from decent_dp.transport.store import StoreClient, count_of, read_bytes, warn_of_unreadable
 
 __all__ = ["Epoch", "Line", "newest_epoch", "promises_of"]

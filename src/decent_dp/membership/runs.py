@@ -16,7 +16,8 @@ from torch._C._distributed_c10d import Store
 from decent_dp.membership.index import Entry, UnreadableError, parse, runs_in
 from decent_dp.membership.line import Epoch, Line, newest_epoch
 from decent_dp.transport.addresses import probe
-from decent_dp.transport.communicators import UnreachableError, address_key, network_stack
+from decent_dp.transport.peer_errors import UnreachableError
+from decent_dp.transport.rendezvous import address_key, network_stack
 from decent_dp.transport.store import read_text
 
 __all__ = ["Ask", "Reach", "Run", "choose", "reach", "register", "registered", "run_without"]

@@ -14,8 +14,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from decent_dp.transport.communicators import Rendezvous, UnreachableError, named_interface
 from decent_dp.transport.dialling import Target
+from decent_dp.transport.peer_errors import UnreachableError
+from decent_dp.transport.rendezvous import Rendezvous, named_interface
 from decent_dp.transport.sockets import Curve, Socket, Sockets
 
 __all__ = ["address_of", "find", "listen", "probe"]

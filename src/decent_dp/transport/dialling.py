@@ -15,11 +15,11 @@ from typing import Protocol
 import zmq
 
 from decent_dp.transport.channels import Channel, WireLink
-from decent_dp.transport.communicators import GreetingError, UnreachableError
 from decent_dp.transport.flow import Flow
 from decent_dp.transport.hello import BULK, CONTROL, CrossingError, Dialled, Identity, ReplacedError
 from decent_dp.transport.link import LinkState
 from decent_dp.transport.messages import HELLO, REFUSED, Header, pack
+from decent_dp.transport.peer_errors import GreetingError, UnreachableError
 from decent_dp.transport.sockets import Curve, Event, Socket, Sockets
 from decent_dp.transport.waiter import start_thread
 

@@ -22,8 +22,8 @@ import secrets
 import struct
 from dataclasses import dataclass
 
-from decent_dp.transport.communicators import GreetingError
 from decent_dp.transport.messages import VERSION
+from decent_dp.transport.peer_errors import GreetingError
 
 __all__ = [
     "BULK",

@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from decent_dp.topo import Edge
 from decent_dp.transport.base import DeferredHandle, ExchangeId, ExchangeRequest, Explain, Handle
-from decent_dp.transport.communicators import Communicator
+from decent_dp.transport.rendezvous import Communicator
 from decent_dp.transport.streams import beside
 
 __all__ = ["AllReduceGroups", "Exchanges", "NcclPairs"]

@@ -12,9 +12,9 @@ from torch import Tensor
 from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
 from decent_dp.transport.base import Control, DeferredHandle, Handle
-from decent_dp.transport.communicators import Rendezvous
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.process_group import ProcessGroupTransport
+from decent_dp.transport.rendezvous import Rendezvous
 from decent_dp.transport.survivors import SurvivorControl
 
 __all__ = ["NewcomerTransport"]

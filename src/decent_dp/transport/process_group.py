@@ -22,13 +22,14 @@ from decent_dp.topo import Edge
 from decent_dp.transport.addresses import find, listen
 from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, ExchangeRequest, Handle, Transport
 from decent_dp.transport.closed_group import close_default_group
-from decent_dp.transport.communicators import Communicator, Notes, Rendezvous, peer_error, timeout_of
 from decent_dp.transport.exchange import WireExchanges
 from decent_dp.transport.hello import Identity, password
-from decent_dp.transport.inprocess import InProcessTransport
+from decent_dp.transport.in_process import InProcessTransport
 from decent_dp.transport.nccl import AllReduceGroups, Exchanges, NcclPairs
 from decent_dp.transport.neighbours import Neighbours
+from decent_dp.transport.peer_errors import Notes, peer_error
 from decent_dp.transport.peers import Peers
+from decent_dp.transport.rendezvous import Communicator, Rendezvous, timeout_of
 from decent_dp.transport.sockets import Socket, Sockets
 from decent_dp.transport.survivors import SurvivorControl
 from decent_dp.transport.waiter import Waiter

@@ -18,7 +18,6 @@ from multiprocessing.util import Finalize
 from decent_dp.transport.agreement import View
 from decent_dp.transport.channels import Channel, WireLink
 from decent_dp.transport.commands import Commands
-from decent_dp.transport.communicators import SilentError
 from decent_dp.transport.control_plane import ControlPlane
 from decent_dp.transport.dialling import Attempt, Dialler, Target
 from decent_dp.transport.flow import Flow
@@ -29,6 +28,7 @@ from decent_dp.transport.liveness import WireNeighbours
 from decent_dp.transport.mailbox import Mailbox
 from decent_dp.transport.messages import BYE, Header, pack
 from decent_dp.transport.neighbours import Stream
+from decent_dp.transport.peer_errors import SilentError
 from decent_dp.transport.polling import Polling
 from decent_dp.transport.reading import Reader
 from decent_dp.transport.repeats import Repeats

@@ -1,4 +1,4 @@
-"""Communicators of our own on the store of a process group, and what their errors mean.
+"""What the workers of one wrapper have in common, and communicators of their own on the store of a process group.
 
 ``dist.new_group`` must be called by every worker of the world and forgets the parent's timeout. So each wrapper uses a prefix
 of the store whose name rank 0 draws and shares over the process group, and a communicator is made by its members alone.
@@ -7,7 +7,6 @@ of the store whose name rank 0 draws and shares over the process group, and a co
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import hmac
 import ipaddress
@@ -16,77 +15,40 @@ import os
 import secrets
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, default_pg_timeout
 
-from decent_dp.errors import DisagreementError, PeerError, PeerLostError, PeerTimeoutError
+from decent_dp.errors import DisagreementError
 from decent_dp.faults import Tolerate, most_workers
 from decent_dp.transport.messages import VERSION
+from decent_dp.transport.peer_errors import ONE_GPU, SHARED_GPU
 from decent_dp.transport.sockets import Curve
-from decent_dp.transport.store import ROOT, StoreCalls, StoreClient, read_bytes, read_text, warn_of_unreadable, whole_store
+from decent_dp.transport.store import ROOT, StoreClient, read_bytes, read_text, warn_of_unreadable, whole_store
 
 # torch's stubs leave out what its communicators can do (send, recv, allreduce, … on lists of tensors).
 Communicator: TypeAlias = Any
-T = TypeVar("T")
 
-# Seconds for a note in the store. The error that would quote it is raised without it after that.
-_STORE_LIMIT = 2.0
 # Environment variables, the first that is set counts.
 _INTERFACES = ("DECENT_DP_INTERFACE", "GLOO_SOCKET_IFNAME")
-# Errors of the system when a process, or the machine, has too many open files.
-OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-
 # The key, below ROOT, of the list of runs.
 RUNS = "runs"
 
-# A part of NCCL's error for two ranks on one GPU, in small letters.
-_ONE_GPU = "duplicate gpu"
-
 __all__ = [
-    "OUT_OF_DESCRIPTORS",
     "ROOT",
     "RUNS",
     "Communicator",
-    "GreetingError",
-    "Notes",
     "Rendezvous",
-    "SilentError",
-    "UnreachableError",
     "address_key",
     "named_interface",
     "network_stack",
-    "peer_error",
     "timeout_of",
 ]
-
-
-class SilentError(ConnectionError):
-    """A connected worker gave no sign of life for too long. Users see the `PeerLostError` that follows."""
-
-
-class UnreachableError(ConnectionError):
-    """No connection to a worker can be made. Users see the `PeerLostError` that follows.
-
-    Args:
-        where: its address and port; None for a local socket.
-        reason: the error of the system.
-        own: the address and port of this worker; empty if it listens on its machine alone.
-        is_refused: nobody listens there.
-    """
-
-    def __init__(self, where: str | None, reason: str, own: str = "", *, is_refused: bool = False) -> None:
-        super().__init__(reason)
-        self.where, self.own, self.is_refused = where, own, is_refused
-
-
-class GreetingError(ConnectionError):
-    """The other end of a new connection refused it, or did not prove who it is. Users see the `PeerLostError` that follows."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +119,8 @@ class Rendezvous:
         try:
             dist.all_gather_object(cards, card, group=group)
         except RuntimeError as error:
-            if _ONE_GPU in str(error).lower():
-                raise RuntimeError(_SHARED_GPU) from error
+            if ONE_GPU in str(error).lower():
+                raise RuntimeError(SHARED_GPU) from error
             raise
         _check_cards(cards)
         # Without the prefix of the process group, which a process that joins later does not know.
@@ -375,13 +337,6 @@ def is_of_secret(entry: Mapping[str, Any]) -> bool:
     return _are_equal(str(entry.get("mac", "")), run_secret().bind(_unbound(entry)))
 
 
-_SHARED_GPU = (
-    "workers share a GPU, which NCCL refuses: give each worker a GPU of its own (decent_dp.initialize_dist(), or "
-    "torch.cuda.set_device(LOCAL_RANK) before the process group is made), and start no more workers on a node than it has "
-    "GPUs. To share one, make the process group with backend='gloo'."
-)
-
-
 def _read_address(value: bytes, incarnation: int) -> dict[str, Any] | None:
     """What ``listen`` has stored; None: it is something else."""
     with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
@@ -430,90 +385,3 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
             backend: Any = group._get_backend(torch.device(device))  # type: ignore[union-attr]
             return timedelta(seconds=backend.options._timeout.total_seconds())
     return default_pg_timeout
-
-
-class Notes:
-    """The cause of a failure of each worker, in the store, quoted in the errors of workers that lose it."""
-
-    def __init__(self, store: Store, rank: int) -> None:
-        self._store, self._rank = store, rank
-        self._calls = StoreCalls()
-        self._calls.start()  # an error that ends the interpreter is written when no thread can start any more
-        self._written = ""
-        # A store that did not answer is not asked again: torch prints a stack at each try.
-        self._failed = self._closed = False
-
-    def close(self) -> None:
-        """Notes are neither written nor read any more."""
-        self._closed = True
-        self._calls.close()
-
-    def write(self, text: str) -> None:
-        """Replaces this worker's note; an empty text removes it. A note that cannot be written is no error."""
-        text = text[:2000]
-        if text != self._written:
-            self._call(lambda: self._store.set(f"note/{self._rank}", text))
-            self._written = text
-
-    def read(self, ranks: Iterable[int]) -> str:
-        """The notes of ``ranks``, as sentences; empty when there are none."""
-        others = [rank for rank in ranks if rank != self._rank]
-        texts = self._call(lambda: [read_text(self._store, f"note/{rank}") for rank in others]) or []
-        said = [f" Worker {rank} reported: {text}" for rank, text in zip(others, texts, strict=False) if text]
-        if self._failed:
-            said.append(" The store does not answer either. Where no launcher keeps it worker 0 does: look there first.")
-        return "".join(said)
-
-    def _call(self, call: Callable[[], T]) -> T | None:
-        if not (self._failed or self._closed):
-            try:
-                return self._calls.run(call, _STORE_LIMIT)
-            except (RuntimeError, ConnectionError):  # gone, or it hangs
-                self._failed = True
-        return None
-
-
-def peer_error(error: Exception, ranks: Sequence[int], what: str, notes: Notes, timeout: timedelta) -> PeerError:
-    """The error of this library for one of a communicator.
-
-    Args:
-        error: as torch raised it, with an address and no rank.
-        ranks: the other workers that took part.
-        what: the operation that failed.
-    """
-    who = f"worker {ranks[0]}" if len(ranks) == 1 else f"one of the workers {list(ranks)}"
-    said = notes.read(ranks)
-    if isinstance(error, UnreachableError) and error.where is not None:
-        own = f" It has not come to this worker at {error.own} either." if error.own else ""
-        return PeerLostError(
-            f"{who} does not answer at {error.where} ({error}), and {what} needs it.{own} It is gone, or there is no way: see "
-            "that these are addresses of the right network interfaces (DECENT_DP_INTERFACE on each worker names its own). One "
-            "of the two must be reached: open its ports in the firewall (DECENT_DP_PORTS=29600-29699 on all workers), "
-            f"or connect the machines by a tunnel, such as WireGuard.{said}"
-        )
-    if isinstance(error, GreetingError):
-        return PeerLostError(f"{who} is not connected, and {what} needs it: {error}{said}")
-    if isinstance(error, OSError) and error.errno in OUT_OF_DESCRIPTORS:
-        return PeerError(
-            f"this process cannot open a connection to {who}, which {what} needs: {error.strerror}. Raise its limit of open "
-            "files (`ulimit -n`)."
-        )
-    if isinstance(error, SilentError):
-        return PeerLostError(
-            f"{who} gave no sign of life ({error}), and {what} needs it: it is stopped, or its machine or the way to it "
-            f"is gone (a longer wait: DECENT_DP_DEAD_AFTER, seconds, in the environment of all workers).{said}"
-        )
-    # torch has one class for all errors: only its text distinguishes them.
-    text = "" if isinstance(error, ConnectionError) else str(error).lower()
-    if _ONE_GPU in text:
-        return PeerError(f"{what} failed: {_SHARED_GPU}")
-    if isinstance(error, TimeoutError) or "timed out" in text or "timeout" in text:
-        return PeerTimeoutError(
-            f"{who} sent nothing for {what} within the process group's timeout of {timeout.total_seconds():g} s. It is "
-            "slower than that, or it has made fewer updates: uneven numbers of batches need `with model.join():`."
-            f"{said}"
-        )
-    return PeerLostError(
-        f"{who} is gone, and {what} needed it: it raised, was killed, or had fewer batches (then use `with model.join():`)."
-        f"{said}"
-    )

@@ -25,9 +25,10 @@ from torch import nn
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
 from decent_dp.topo import Edge
-from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses, communicators
+from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses, peer_errors, rendezvous
 from decent_dp.transport.base import DeferredHandle
-from decent_dp.transport.communicators import Notes, Rendezvous, UnreachableError, peer_error
+from decent_dp.transport.peer_errors import Notes, UnreachableError, peer_error
+from decent_dp.transport.rendezvous import Rendezvous
 from decent_dp.transport.sockets import Sockets
 from decent_dp.transport.waiter import Waiter
 from tests.helpers import came, listening, request
@@ -234,7 +235,7 @@ class StoppedStore(dist.Store):
 
 
 def test_notes_do_not_wait_for_a_store_that_hangs(monkeypatch):
-    monkeypatch.setattr(communicators, "_STORE_LIMIT", 1.0)
+    monkeypatch.setattr(peer_errors, "_STORE_LIMIT", 1.0)
     stopped: Any = StoppedStore()
     for first in ("read", "write"):
         notes, asked, began = Notes(stopped, 0), stopped.asked, time.monotonic()
@@ -452,7 +453,7 @@ def test_the_number_of_io_threads(workers, text, found):
 
 
 def cannot_listen(rank: int, n: int) -> str:
-    communicators.network_stack = lambda: f"node {rank}"
+    rendezvous.network_stack = lambda: f"node {rank}"
     addresses._own_address = lambda **_: "127.0.0.1"
     os.environ.update({"DECENT_DP_PORTS": "7-6"} if rank == 1 else {})
     try:

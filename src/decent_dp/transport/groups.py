@@ -1,0 +1,201 @@
+"""Groups: the mean of all members' messages, chunk by chunk, each up a tree to its root and down again."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decent_dp.transport.base import ExchangeRequest
+from decent_dp.transport.handles import DOWN, UP, WireHandle, key_of
+from decent_dp.transport.link import Key, Receiving, Sending
+from decent_dp.transport.reduction_tree import Branch, Place, find_place
+from decent_dp.transport.wire import Wire
+
+__all__ = ["BufferPool", "GroupExchange", "bytes_of"]
+
+# Bytes of the messages of groups that may wait to be reduced. One chunk of a large group may need more.
+_POOL_BYTES = 2**23
+
+
+class BufferPool:
+    """A bounded pool for the messages that groups reduce, given out in the order of requests. Without a bound, a late worker
+    would keep all that the others have sent to it. Used by the transport's thread alone."""
+
+    def __init__(self) -> None:
+        self._free = _POOL_BYTES
+        self._queue: deque[tuple[int, int, Callable[[list[Tensor]], None]]] = deque()
+        # Buffers by size, kept while any are in use: allocating and freeing all the time fragments the memory.
+        self._unused: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._giving = False
+
+    def take(self, count: int, size: int, then: Callable[[list[Tensor]], None]) -> None:
+        """Calls ``then`` with buffers of ``size`` bytes when there is room for all of them; at once if none are needed."""
+        if count <= 0:
+            then([])
+            return
+        self._queue.append((count, size, then))
+        self._give()
+
+    def release(self, buffers: Sequence[Tensor], *, reuse: bool) -> None:
+        """Gives back all buffers of one request. Without ``reuse`` a connection may still write to them."""
+        for buffer in buffers:
+            self._free += buffer.numel()
+            if reuse:
+                self._unused[buffer.numel()].append(buffer)
+        self._give()
+        if self._free == _POOL_BYTES:
+            self._unused.clear()
+
+    def _give(self) -> None:
+        if self._giving:  # called by `then`, of an exchange that has failed: a long queue of those would nest too deeply
+            return
+        self._giving = True
+        while self._queue:
+            count, size, then = self._queue[0]
+            if count * size > self._free < _POOL_BYTES:
+                break
+            self._queue.popleft()
+            self._free -= count * size
+            unused = self._unused[size]
+            then([unused.pop() if unused else torch.empty(size, dtype=torch.uint8, device="cpu") for _ in range(count)])
+        self._giving = False
+
+
+class GroupExchange:
+    """All members get the message of the mean. Chunks are reduced in the transport's thread."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        request: ExchangeRequest,
+        handle: WireHandle,
+        nodes: list[list[int]],
+        rank: int,
+        pool: BufferPool,
+        first: int,
+    ) -> None:
+        self.wire, self.request, self.handle, self.rank, self.pool = wire, request, handle, rank, pool
+        numbers = range(len(request.compression.chunks))
+        self._reductions = [_ChunkReduction(self, number, find_place(nodes, first + number, rank)) for number in numbers]
+        self.other_nodes = len(nodes) - 1
+        self._encoded = 0
+        self.bytes_sent = sum(reduction.bytes_sent for reduction in self._reductions)
+        handle.expect(1)  # besides the messages of the chunks: this worker's own one, when it is coded
+        for reduction in self._reductions:
+            wire.call(reduction.begin)
+
+    def encoded(self, ready: int) -> None:
+        self.wire.call(lambda: self._go_on(ready))
+
+    def _go_on(self, ready: int) -> None:
+        compression = self.request.compression
+        while self._encoded < len(self._reductions) and compression.chunks[self._encoded].stop <= ready:
+            self._reductions[self._encoded].own_ready()
+            self._encoded += 1
+        if ready >= compression.nbytes:
+            self._reductions = []  # they refer to this object: the garbage collector would free their memory late
+            self.handle.arrive()
+
+
+class _ChunkReduction:
+    """This worker's part in the tree of one chunk."""
+
+    def __init__(self, group: GroupExchange, number: int, place: Place) -> None:
+        self._group, self._number, self._place = group, number, place
+        request, chunk = group.request, group.request.compression.chunks[number]
+        there = slice(chunk.start, chunk.stop)
+        self._own, self._mean = request.sent[there], request.received[there]
+        self._up, self._down = (key_of(request.exchange_id, slot + 2 * number) for slot in (UP, DOWN))
+        # The memory of the children's messages: the first where the mean will be, the others from the pool.
+        self._parts: list[Tensor] = []
+        self._pooled: list[Tensor] = []
+        # Parts that are missing before the sum can be made: the children's and this worker's own.
+        self._missing = len(place.children) + 1
+        peers = len(place.children) + (place.parent is not None)
+        self.bytes_sent = peers * request.compression.payload([chunk])
+        group.handle.expect(2 * peers)
+
+    def begin(self) -> None:
+        self._group.pool.take(len(self._place.children) - 1, len(self._mean), self._receive_parts)
+        if self._place.parent is not None:
+            self._receive(self._place.parent, self._place.parent.down, self._down, self._mean, self._send_mean)
+
+    def own_ready(self) -> None:
+        self._run(self._group.rank, self._part_ready)
+
+    def _receive_parts(self, buffers: list[Tensor]) -> None:
+        self._parts, self._pooled = [self._mean, *buffers], buffers
+        if self._group.handle.failed:
+            self._release(reuse=False)
+        for child, part in zip(self._place.children, self._parts, strict=False):
+            self._receive(child, child.up, self._up, part, self._part_ready)
+
+    def _part_ready(self) -> None:
+        self._missing -= 1
+        if self._missing:
+            return
+        if self._group.handle.failed:
+            self._release(reuse=False)
+            return
+        if self._place.children:
+            try:
+                self._reduce()
+            finally:
+                self._parts.clear()
+                self._release(reuse=True)
+        if self._place.parent is None:
+            self._send_mean()
+        else:
+            # The mean is received in the same place, but not before the parent has all of the sum.
+            self._send(self._place.parent, self._place.parent.up, self._up, self._mean if self._place.children else self._own)
+
+    def _release(self, *, reuse: bool) -> None:
+        buffers, self._pooled = self._pooled, []
+        self._group.pool.release(buffers, reuse=reuse)
+
+    def _reduce(self) -> None:
+        # By rank, whatever the root is: so the numbers do not depend on how the bucket is cut into chunks.
+        children = ((child.rank, child.size, part) for child, part in zip(self._place.children, self._parts, strict=True))
+        parts = sorted([(self._group.rank, 1, self._own), *children], key=lambda part: part[0])
+        messages, sizes = [message for _, _, message in parts], [size for _, size, _ in parts]
+        self._group.request.reduce(self._number, messages, sizes, self._mean, self._place.part)
+
+    def _send_mean(self) -> None:
+        for child in self._place.children:
+            self._send(child, child.down, self._down, self._mean)
+
+    def _receive(self, of: Branch, step: int, key: Key, into: Tensor, then: Callable[[], None]) -> None:
+        def done() -> None:
+            self._run(of.rank, then)
+            self._group.handle.arrive()
+
+        failed, sources = self._failed(of.rank), self._group.other_nodes
+        self._group.wire.receive(Receiving(of.rank, key, bytes_of(into), done, failed, step, sources=sources))
+
+    def _send(self, to: Branch, step: int, key: Key, data: Tensor) -> None:
+        failed = self._failed(to.rank)
+        sending = Sending(to.rank, key, bytes_of(data), self._group.handle.arrive, failed, step, ready=len(data))
+        self._group.wire.send(sending)
+
+    def _run(self, peer: int, then: Callable[[], None]) -> None:
+        """Runs ``then``: its error fails the exchange and does not end the transport's thread."""
+        try:
+            then()
+        except Exception as error:
+            self._group.handle.fail(peer, error)
+
+    def _failed(self, peer: int) -> Callable[[BaseException], None]:
+        def fail(error: BaseException) -> None:
+            self._group.handle.fail(peer, error)
+            self._release(reuse=False)  # the next request is granted, and fails in turn
+
+        return fail
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    array: Any = tensor.numpy()
+    return memoryview(array)
