@@ -31,7 +31,7 @@ from decent_dp.transport import ProcessGroupTransport, addresses, rendezvous
 from decent_dp.transport.channels import Channel, Network, Rate, WireLink
 from decent_dp.transport.flow import Flow
 from decent_dp.transport.hello import CONTROL, GUEST, VISIT, Dialled, Identity, Visitor, password
-from decent_dp.transport.link import Receiving, Sending
+from decent_dp.transport.link import LinkState, Receiving, Sending
 from decent_dp.transport.messages import DATA, HEADER_BYTES, HELLO, HINT, LARGEST_FRAME, OFFERS, START, STATE, pack, unpack
 from decent_dp.transport.peer_errors import UnreachableError
 from decent_dp.transport.polling import Polling
@@ -455,6 +455,19 @@ def test_inside_a_node_nobody_says_that_a_message_has_arrived():
     links.flow.arrived(link, data)
     assert done == ["sent", "read"]
     assert len(links.headers(1, START)) == 1
+
+
+@pytest.mark.parametrize("size", [2**16 - 1, 2**20])
+def test_a_message_that_is_given_up_costs_its_connection_if_it_was_lent(size):
+    """libzmq may still read the memory, which is the caller's from now on. It has a copy of short messages."""
+    links = Links(1)
+    links.flow.dead_after = 1.0
+    links.open(1)
+    links.post(1, (3, 0, 0), size)
+    links.wanted(1, (3, 0, 0), size, size)
+    link = links.flow.link(1)
+    links.flow.recall(link, link.sendings[3, 0, 0])
+    assert (link.state is LinkState.OPEN) == (links.lent == 0) == (size < 2**16)
 
 
 def test_nothing_is_sent_on_a_connection_whose_socket_was_closed():

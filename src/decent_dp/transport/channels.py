@@ -140,6 +140,10 @@ class Channel:
         """The listener and the descriptor."""
         return self.socket, self.descriptor
 
+    def lends(self, body: memoryview | bytes) -> bool:
+        """Whether libzmq sends ``body`` from where it is. What is short is copied first, which costs less."""
+        return len(body) >= _COPIED and self.plane != CONTROL
+
     def send(self, header: bytes, body: memoryview | bytes = b"") -> None:
         """Nothing is sent, without an error, on a connection that is lost: its end is told otherwise."""
         stream = self.socket.zmq
@@ -152,7 +156,7 @@ class Channel:
                 stream.send(header, _NOW)
             else:
                 stream.send(header, _MORE)
-                stream.send(body, _NOW, copy=len(body) < _COPIED or self.plane == CONTROL)
+                stream.send(body, _NOW, copy=not self.lends(body))
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise

@@ -313,7 +313,7 @@ class Flow:
         if not had <= upto <= sending.size:
             raise WireError(f"worker {link.peer} wants bytes {had} to {upto} of a message of {sending.size}")
         if not sending.granted:
-            sending.written = had  # the rest of it, on a new connection
+            sending.written, sending.lent = had, False  # the rest of it, on a new connection
         if had > sending.arrived:
             link.moved = time.monotonic()
         sending.arrived, sending.granted = max(sending.arrived, had), max(sending.granted, upto)
@@ -347,9 +347,10 @@ class Flow:
             cheap = min(int(_FRAME_SECONDS * link.network.coming.value), _FRAME_UP_TO, wanted // 2)
             frame = min(max(wanted // 8, cheap, _SMALLEST_FRAME), frame)
         begin, end = sending.written, min(sending.ready, sending.granted, sending.written + frame)
-        header = pack(DATA, sending.key, 0, begin, end - begin, sending.size)
+        header, body = pack(DATA, sending.key, 0, begin, end - begin, sending.size), sending.memory[begin:end]
+        sending.lent = sending.lent or channel.lends(body)
         with profiled("decent_dp.send"):
-            channel.send(header, sending.memory[begin:end])
+            channel.send(header, body)
         sending.written = end
         link.moved = time.monotonic()
         if end == sending.size and not self.tolerant and _is_light(link, sending):
@@ -360,7 +361,7 @@ class Flow:
         """The memory of a message in doubt is the caller's from now on. libzmq may still read it, and the peer must not get
         what is written there next: the connection is made anew."""
         ours = self.link(link.peer)
-        if sending.written > sending.arrived and ours.state is LinkState.OPEN and not _is_light(ours, sending):
+        if sending.lent and sending.written > sending.arrived and ours.state is LinkState.OPEN:
             self.lose(ours, "a message was given up")
 
     def cancel(self, link: Link, receiving: Receiving, sending: Sending) -> None:

@@ -62,12 +62,19 @@ class Message:
 
 @dataclass(eq=False)
 class Sending(Message):
-    """A message on its way out. ``ready`` may grow while it is being written; ``arrived``: bytes that the peer says it has."""
+    """A message on its way out.
+
+    Attributes:
+        ready: its first bytes that are final; may grow while it is being written.
+        arrived: bytes that the peer says it has.
+        lent: some of it was sent without a copy, over this connection.
+    """
 
     ready: int = 0
     granted_at: float = 0.0
     written: int = 0
     arrived: int = 0
+    lent: bool = False
     queued: bool = False
     offered: bool = False
 
