@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -452,20 +453,37 @@ def test_the_number_of_io_threads(workers, text, found):
         assert (each == found) if isinstance(found, int) else (found in each)
 
 
-def cannot_listen(rank: int, n: int) -> str:
+def threads_of_zmq() -> list[Path]:
+    return [path for path in Path("/proc/self/task").glob("*/comm") if path.read_text().startswith("ZMQ")]
+
+
+def cannot_listen(rank: int, n: int) -> tuple[str, int]:
     rendezvous.network_stack = lambda: f"node {rank}"
     addresses._own_address = lambda **_: "127.0.0.1"
     os.environ.update({"DECENT_DP_PORTS": "7-6"} if rank == 1 else {})
+    before = len(threads_of_zmq())
     try:
         ProcessGroupTransport().close()
     except RuntimeError as error:
-        return str(error)
-    return ""
+        return str(error), len(threads_of_zmq()) - before
+    return "", 0
 
 
 def test_a_worker_that_cannot_listen_is_an_error_on_all(workers):
-    found = workers(3, cannot_listen)
-    assert found == ["Worker 1: DECENT_DP_PORTS=7-6 must be a range of ports, such as 29600-29699"] * 3
+    error = "Worker 1: DECENT_DP_PORTS=7-6 must be a range of ports, such as 29600-29699"
+    assert workers(3, cannot_listen) == [(error, 0)] * 3, "nothing is left of the sockets that were made"
+
+
+def test_a_mac_has_one_network_stack(monkeypatch):
+    """Else its workers would meet as if they were on different nodes."""
+
+    def missing(*_: Any) -> Any:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(rendezvous, "open", missing, raising=False)
+    assert rendezvous.network_stack() is None
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert rendezvous.network_stack() == rendezvous.network_stack() is not None
 
 
 def test_an_interface_may_have_an_ipv6_address_alone(monkeypatch):

@@ -491,6 +491,19 @@ def test_who_could_not_be_reached_is_tried_again():
         net.close()
 
 
+@pytest.mark.timeout(30)
+def test_who_is_not_reached_in_time_is_an_error():
+    net = Net(2, timeout=0.5)
+    net.unreachable[0] = UnreachableError("there", "timed out")
+    try:
+        began = time.monotonic()
+        with pytest.raises(UnreachableError):
+            net.wires[1].connect(0)
+        assert 0.5 < time.monotonic() - began < 3
+    finally:
+        net.close()
+
+
 def test_a_busy_worker_is_dialled_again():
     """It has accepted, and the connection ended before it has greeted."""
     net, threads = Net(2), []
