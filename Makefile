@@ -32,7 +32,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(call install,dev$(comma)frameworks$(comma)interpreter,PyTorch$(comma) the tools of the tests$(comma) and the frameworks that are tested: transformers$(comma) Lightning$(comma) Ray (3.4 GB; two to five minutes))
 
 test: lint  ## lint, format, types and the fast tests
-	@$(MAKE) --no-print-directory -j2 types suite
+	@$(MAKE) --no-print-directory -j2 types suite || { $(MAKE) --no-print-directory types; false; }  # its errors stand last
 
 test-all: lint types $(VENV)/.installed  ## the same with the slow tests: many kills, the network lab, whole examples
 	$(PYTEST)

@@ -36,18 +36,20 @@ hypothesis.settings.load_profile("without deadlines")
 def pytest_configure(config: pytest.Config) -> None:
     for message, category, module in FOREIGN:
         config.addinivalue_line("filterwarnings", f"ignore:{re.escape(message)}:{category.__name__}:{re.escape(module)}")
-    if hasattr(config, "workerinput"):
-        _import_in_turns(**{key: config.workerinput[key] for key in ("workerid", "workercount")})
+    given = getattr(config, "workerinput", {})  # in a process of a parallel run
+    if given and not any(".py" in argument for argument in given["mainargv"][1:]):
+        _import_in_turns(int(given["workerid"].removeprefix("gw")), given["workercount"])
 
 
-def _import_in_turns(workerid: str, workercount: int) -> None:
+def _import_in_turns(number: int, count: int) -> None:
     """Each process of a parallel run begins with other files. pytest keeps the files whose asserts it has rewritten (12 s of
     processor time for all), so that each process rewrites its part, and reads the others' parts."""
     files = sorted(Path(__file__).parent.glob("test_*.py"))
-    first = len(files) * int(workerid.removeprefix("gw")) // workercount
-    for file in files[first:] + files[:first]:
-        with contextlib.suppress(BaseException):  # collection reports it
-            importlib.import_module(f"tests.{file.stem}")
+    first = len(files) * number // count
+    with contextlib.suppress(Exception):  # it comes again in the collection, which reports it
+        for file in files[first:] + files[:first]:
+            with contextlib.suppress(pytest.skip.Exception):
+                importlib.import_module(f"tests.{file.stem}")
 
 
 @pytest.hookimpl(optionalhook=True)  # also without xdist

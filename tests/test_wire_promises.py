@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import importlib
 import logging
 import multiprocessing
 import os
 import random
 import socket
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -247,17 +245,18 @@ def test_ipv6():
         sockets.close_all()
 
 
-def has_old_pyzmq(rank: int, n: int) -> str:
-    """The packages are imported anew, in a process that ends with this."""
-    zmq.pyzmq_version_info = lambda: (25, 1, 0)  # type: ignore[assignment]
-    for name in [name for name in sys.modules if name.partition(".")[0] == "decent_dp"]:
-        del sys.modules[name]
-    return error_of(lambda: importlib.import_module("decent_dp.transport.sockets"))
+def has_old_pyzmq(rank: int, n: int) -> list[str]:
+    if rank == 1:
+        zmq.pyzmq_version_info = lambda: (25, 1, 0)  # type: ignore[assignment]
+    return [error_of(ProcessGroupTransport), error_of(lambda: Sockets(1.0, b"", breaks=False).close_all())]
 
 
-def test_pyzmq_that_is_too_old_is_one_error(workers):
-    (error,) = workers(1, has_old_pyzmq)
-    assert error.startswith("ImportError: decent_dp needs pyzmq 26.4 or newer")
+def test_pyzmq_that_is_too_old_is_one_error_on_all_workers(workers):
+    said = "decent_dp needs pyzmq 26.4 or newer"
+    found = workers(2, has_old_pyzmq)
+    assert all(error.startswith(f"ValueError: worker 1: {said}") for error, _ in found)
+    assert not found[0][1]
+    assert found[1][1].startswith(f"ImportError: {said}"), "a process that joins meets no others before"
 
 
 def test_malformed_connections_stop_nobody():
@@ -468,6 +467,10 @@ def test_a_message_that_is_given_up_costs_its_connection_if_it_was_lent(size):
     link = links.flow.link(1)
     links.flow.recall(link, link.sendings[3, 0, 0])
     assert (link.state is LinkState.OPEN) == (links.lent == 0) == (size < 2**16)
+    links.flow.lose(link, "by the test")
+    links.open(1)
+    links.flow.recall(link, link.sendings[3, 0, 0])
+    assert link.state is LinkState.OPEN, "nothing was lent over this connection yet"
 
 
 def test_nothing_is_sent_on_a_connection_whose_socket_was_closed():

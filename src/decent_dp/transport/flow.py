@@ -313,7 +313,7 @@ class Flow:
         if not had <= upto <= sending.size:
             raise WireError(f"worker {link.peer} wants bytes {had} to {upto} of a message of {sending.size}")
         if not sending.granted:
-            sending.written, sending.lent = had, False  # the rest of it, on a new connection
+            sending.written = had  # the rest of it, on a new connection
         if had > sending.arrived:
             link.moved = time.monotonic()
         sending.arrived, sending.granted = max(sending.arrived, had), max(sending.granted, upto)
@@ -522,7 +522,7 @@ class Flow:
             self._want_nothing(link, receiving)
             receiving.granted, receiving.offered = receiving.received, False
         for sending in link.sendings.values():
-            sending.granted, sending.offered = 0, False
+            sending.granted, sending.offered, sending.lent = 0, False, False
         link.early.clear()
 
     def fail(self, link: WireLink, error: BaseException) -> None:

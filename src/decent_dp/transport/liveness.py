@@ -234,7 +234,7 @@ class WireNeighbours(Neighbours):
         Messages are late only if their peer was heard since then: it is asked for a sign of life, and answers it at once. So a
         peer that is stopped is waited for until it is silent. Where exchanges are slow, a peer that is not in this one yet is
         asked, too: it may be in an earlier one. One that is too busy to answer is not waited for longer than the silent; if it
-        is in this one it is, as giving up bytes on their way would cost the connection.
+        is in this one it is, as giving up bytes on their way may cost the connection (``Flow.recall``).
         """
         link = self._flow.links.get(pair.receiving.peer)
         if link is None:

@@ -28,7 +28,7 @@ from decent_dp.errors import DisagreementError
 from decent_dp.faults import Tolerate, most_workers
 from decent_dp.transport.messages import VERSION
 from decent_dp.transport.peer_errors import ONE_GPU, SHARED_GPU
-from decent_dp.transport.sockets import Curve
+from decent_dp.transport.sockets import Curve, check_pyzmq
 from decent_dp.transport.store import ROOT, StoreClient, read_bytes, read_text, warn_of_unreadable, whole_store
 
 # torch's stubs leave out what its communicators can do (send, recv, allreduce, … on lists of tensors).
@@ -97,7 +97,7 @@ class Rendezvous:
 
         Raises:
             DisagreementError: the workers' versions, secrets or ``encrypt`` differ. It is raised on all of them.
-            ValueError: the secret of a worker cannot be read. It is raised on all of them.
+            ValueError: the secret of a worker cannot be read, or its pyzmq is too old. It is raised on all of them.
         """
         group = process_group if process_group is not None else dist.group.WORLD
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -113,8 +113,9 @@ class Rendezvous:
             "rank": rank,
         }
         try:
+            check_pyzmq()
             card["mac"] = run_secret().bind(_unbound(card))
-        except ValueError as error:
+        except (ValueError, ImportError) as error:
             card["wrong"] = str(error)  # raised on all workers
         try:
             dist.all_gather_object(cards, card, group=group)
