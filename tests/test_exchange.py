@@ -327,6 +327,13 @@ def test_a_message_lands_when_it_has_come_and_is_finished_by_the_wait():
     assert calls == ["lands", "finishes"]
 
 
+def test_an_error_of_this_workers_own_is_not_that_of_a_peer():
+    handle, _ = handle_that_lands(10.0)
+    handle.fail(-1, PermissionError(13, "Permission denied", "cache"))
+    with pytest.raises(RuntimeError, match=r"the exchange failed: .*Permission denied: 'cache'"):
+        handle.wait()
+
+
 def test_what_comes_after_a_failed_wait_does_not_land():
     """It could get into the messages of a later exchange."""
     handle, calls = handle_that_lands(0.01)

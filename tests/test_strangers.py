@@ -11,14 +11,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import zmq
 
 from decent_dp.transport.hello import CONTROL, Dialled, Identity, password
-from decent_dp.transport.messages import HELLO, pack
+from decent_dp.transport.link import LinkState
+from decent_dp.transport.messages import BYE, HELLO, pack
 from decent_dp.transport.sockets import Curve
-from tests.wires import RUN, SECONDS, SECRET, Net, content, receive, send
+from tests.wires import RUN, SECONDS, SECRET, Net, content, receive, send, wait_for
 
 COUNT = 200
 # What a ZeroMQ socket without encryption says first: signature, version 3.1, mechanism, no server.
@@ -38,6 +40,29 @@ def net(request: pytest.FixtureRequest) -> Iterator[Net]:
 def port_of(net: Net, plane: str) -> int:
     endpoint = net.targets[0].control if plane == "control" else net.targets[0].bulk
     return int(endpoint.rpartition(":")[2])
+
+
+def test_the_routing_id_of_a_connection_is_of_no_use_at_the_other_listener():
+    """Where nothing is encrypted, whoever listens on the way has seen it, and the password."""
+    net = Net(2)
+    net.connect()
+    wait_for(lambda: all(wire._flow.link(1 - rank).state is LinkState.OPEN for rank, wire in enumerate(net.wires)))
+    listens = next(rank for rank in (0, 1) if net.wires[rank]._flow.links[1 - rank].control.routing_id)  # type: ignore[union-attr]
+    link = net.wires[listens]._flow.links[1 - listens]
+    context: Any = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    try:
+        for option, value in ((zmq.LINGER, 0), (zmq.PLAIN_USERNAME, b"worker"), (zmq.PLAIN_PASSWORD, password(SECRET))):
+            stranger.set(option, value)
+        stranger.set(zmq.ROUTING_ID, link.control.routing_id)  # type: ignore[union-attr]
+        stranger.connect(net.targets[listens].bulk)
+        stranger.send(pack(BYE))
+        wait_for(lambda: net.wires[listens]._doorman.dropped > 0)
+        assert link.state is LinkState.OPEN
+    finally:
+        stranger.close()
+        context.term()
+        net.close()
 
 
 def sends(*parts: bytes, pause: float = 0.0) -> Callable[[socket.socket], None]:

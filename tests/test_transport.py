@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from decent_dp.compression import BFloat16, Int8, Lossless
+from decent_dp.compression.base import MessageId
 from decent_dp.compression.blockwise import _BLOCK_ON_CPU
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError, WireError
@@ -142,6 +143,14 @@ def sum_eps(dtype: torch.dtype) -> float:
     return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
 
 
+class NotesHints(Int8):
+    noted: Sequence[bytes] = ()
+
+    def encode(self, values: Sequence[torch.Tensor], out: torch.Tensor, message_id: MessageId, hints: Sequence[bytes]) -> Any:
+        self.noted = hints
+        return super().encode(values, out, message_id, hints)
+
+
 def hinted_exchanges(transport: Transport, edges: list[list[Edge]]) -> None:
     """A compression that waits for the others' hints, which may start the exchange long after this worker."""
     rank, size = transport.rank, _BLOCK_ON_CPU + 4464
@@ -151,7 +160,7 @@ def hinted_exchanges(transport: Transport, edges: list[list[Edge]]) -> None:
             continue
 
         def own_of(r: int, exchange_id: ExchangeId) -> ExchangeRequest:
-            return request(torch.linspace(-1, 1, size) * (1 + r / 10), r, exchange_id, Int8)
+            return request(torch.linspace(-1, 1, size) * (1 + r / 10), r, exchange_id, NotesHints)
 
         exchange_ids = [ExchangeId(t, bucket) for bucket in range(2)]
         handles = []
@@ -166,6 +175,7 @@ def hinted_exchanges(transport: Transport, edges: list[list[Edge]]) -> None:
             hints = [member.hint for member in members]
             step = float(2.0 ** max(x - 256 if x > 127 else x for x in b"".join(hints)))
             others = [m for m in members if m.rank != rank]
+            assert own.compression.noted == [own.hint, *(m.hint for m in others)], "each once, by rank"  # type: ignore[attr-defined]
             found = torch.cat([d * unit for _, d, unit in own.compression.differences(own.sent, own.received)])
             if len(edge.ranks) == 2:
                 [other] = others
@@ -641,7 +651,7 @@ def test_a_thread_that_has_returned_is_not_waited_for():
             time.sleep(0.1)
             assert transport.control.gather(0) == [0, 1]
             return caught(swap, transport, Edge([0, 1], 0.5), ExchangeId(1, 0))
-        transport._hub.put(("control", 0), 1, "1")
+        transport._hub.put(("control", transport.run_id, 0), 1, "1")
         return None
 
     kind, message, seconds = run_replicas(2, work)[0]
@@ -656,6 +666,17 @@ def test_a_silent_thread():
         swap(hub.transport(0), Edge([0, 2], 0.5), ExchangeId(4, 1))
     with pytest.raises(PeerTimeoutError, match="worker 1 sent nothing for a gather"):
         hub.transport(0).control.gather(None)
+
+
+def test_two_transports_of_one_hub_do_not_meet():
+    def work(transport: InProcessTransport) -> Any:
+        second, edge = transport._hub.transport(transport.rank), Edge([0, 1], 0.5)
+        if transport.rank:  # whoever comes late must not find what is of the other transport
+            time.sleep(0.05)
+        gathered = [each.control.gather(f"{name}{each.rank}") for name, each in (("a", transport), ("b", second))]
+        return gathered, [swap(each, edge, ExchangeId(0, 0)) is None for each in (transport, second)]
+
+    assert [found[0] for found in run_replicas(2, work)] == [[["a0", "a1"], ["b0", "b1"]]] * 2
 
 
 def test_payloads_of_two_lengths_in_process():

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses, peer_errors, rendezvous
 from decent_dp.transport.channels import Channel, WireLink
 from decent_dp.transport.flow import Flow
-from decent_dp.transport.hello import CONTROL, REPLACED, Dialled, Identity, ReplacedError, Visitor
+from decent_dp.transport.hello import CONTROL, GUEST, REPLACED, VISIT, Dialled, Identity, ReplacedError, Visitor
 from decent_dp.transport.link import LinkState, Receiving, Sending
 from decent_dp.transport.messages import DATA, HELLO, OFFERS, START, Header, pack, unpack
 from decent_dp.transport.peer_errors import GreetingError
@@ -183,6 +184,42 @@ class Frame(bytes):
 
     def get(self, what: object) -> int:
         return 5  # the descriptor
+
+
+def test_a_connection_that_has_ended_is_not_let_in():
+    """Its end would not be told again."""
+    import zmq
+
+    from decent_dp.transport.sockets import Event
+
+    class Listener:
+        """Hashable, as a socket is."""
+
+        curve = None
+
+    socket: Any = Listener()
+    pending = [Event(zmq.EVENT_ACCEPTED, 5)]
+
+    def read_events(_: Any) -> None:
+        while pending:
+            doorman.on_event(socket, pending.pop(0))
+
+    opened, sent, frames = list[Any](), list[bytes](), list[Any]()
+    doorman = make_doorman(read_events)
+    doorman._opened = lambda *found: opened.append(found)
+    socket.zmq = SimpleNamespace(
+        closed=False,
+        get=lambda _: bool(frames),
+        recv=lambda *_, **__: frames.pop(0),
+        send=lambda part, *_, **__: sent.append(part),
+    )
+    dialled = Dialled(replace(DIALLER, rank=GUEST), SECRET, 0, VISIT, bytes(16), b"")
+    frames += [Frame(pack(HELLO, flags=1)), Frame(dialled.hello)]
+    doorman.hear(socket, b"id")
+    frames += [Frame(pack(HELLO, flags=3)), Frame(dialled.prove(sent[-1]))]
+    pending.append(Event(zmq.EVENT_DISCONNECTED, 5))
+    doorman.hear(socket, b"id")
+    assert opened == []
 
 
 def test_a_hello_is_judged_after_all_events_before_it():
@@ -352,7 +389,7 @@ def test_memory_of_a_message_in_doubt_is_taken_from_libzmq():
     receiving, sending = message(Receiving, key, 2**20), message(Sending, key, 2**20, ready=2**20)
     wires.flow.add_receiving(receiving)
     wires.flow.add_sending(sending)
-    wires.hear(key, OFFERS, 0, 2**17, 2**20)
+    wires.hear(key, OFFERS, 0, 2**20, 2**20)
     wires.flow.cancel(wires.link, receiving, sending)
     wires.flow.recall(wires.link, sending)
     assert wires.hung_up == [wires.link]

@@ -575,7 +575,7 @@ def test_a_routing_id_that_others_may_have_seen_is_of_one_connection(is_open):
     polling, channel = Polling(None), Channel(listener, CONTROL, b"id", 5)  # type: ignore[arg-type]
     polling.accept([channel])
     polling.read_events(listener)
-    assert (b"id" in polling.routes) == (not is_open), "elsewhere, what came before the end is read"
+    assert ((listener, b"id") in polling.routes) == (not is_open), "elsewhere, what came before the end is read"
     assert polling.over == [channel]
 
 

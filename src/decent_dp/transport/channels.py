@@ -136,6 +136,11 @@ class Channel:
     link: WireLink | None = None
 
     @property
+    def route(self) -> tuple[Socket, bytes]:
+        """The listener and the routing id. Who has seen a routing id may connect to another listener with it."""
+        return self.socket, self.routing_id
+
+    @property
     def accepted(self) -> tuple[Socket, int]:
         """The listener and the descriptor."""
         return self.socket, self.descriptor

@@ -125,7 +125,7 @@ class _ChunkReduction:
             self._receive(self._place.parent, self._place.parent.down, self._down, self._mean, self._send_mean)
 
     def own_ready(self) -> None:
-        self._run(self._group.rank, self._part_ready)
+        self._run(self._part_ready)
 
     def _receive_parts(self, buffers: list[Tensor]) -> None:
         self._parts, self._pooled = [self._mean, *buffers], buffers
@@ -170,7 +170,7 @@ class _ChunkReduction:
 
     def _receive(self, of: Branch, step: int, key: Key, into: Tensor, then: Callable[[], None]) -> None:
         def done() -> None:
-            self._run(of.rank, then)
+            self._run(then)
             self._group.handle.arrive()
 
         failed, sources = self._failed(of.rank), self._group.other_nodes
@@ -181,12 +181,12 @@ class _ChunkReduction:
         sending = Sending(to.rank, key, bytes_of(data), self._group.handle.arrive, failed, step, ready=len(data))
         self._group.wire.send(sending)
 
-    def _run(self, peer: int, then: Callable[[], None]) -> None:
+    def _run(self, then: Callable[[], None]) -> None:
         """Runs ``then``: its error fails the exchange and does not end the transport's thread."""
         try:
             then()
         except Exception as error:
-            self._group.handle.fail(peer, error)
+            self._group.handle.fail(-1, error)
 
     def _failed(self, peer: int) -> Callable[[BaseException], None]:
         def fail(error: BaseException) -> None:

@@ -74,6 +74,7 @@ class WireHandle(Handle):
         self._done.set()
 
     def fail(self, peer: int, error: BaseException) -> None:
+        """``peer``: whose connection has failed; -1: this worker's own work."""
         if self._error is None:
             self._error, self._error_peer = error, peer
         self._read.set()
@@ -101,7 +102,7 @@ class WireHandle(Handle):
 
     def _raise(self) -> None:
         error = self._error
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and self._error_peer >= 0:
             raise self._explain(error, [self._error_peer], self._exchange_id) from error
         if isinstance(error, WireError):
             raise WireError(str(error)) from error

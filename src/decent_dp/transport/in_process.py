@@ -141,7 +141,7 @@ class InProcessTransport(Transport):
         run_id, store = hub.begin_run(rank)
         super().__init__(rank, hub.world_size, run_id, hub.timeout, store)
         self._hub = hub
-        self._control = _LocalControl(rank, hub)
+        self._control = _LocalControl(rank, hub, run_id)
 
     @property
     def control(self) -> Control:
@@ -168,12 +168,13 @@ class InProcessTransport(Transport):
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         ranks, exchange_id = tuple(sorted(edge.ranks)), request.exchange_id
+        where = self.run_id, ranks, exchange_id
         hints: list[bytes] = []
         if request.compression.needs_hints:
-            hinted = "hint", ranks, exchange_id
-            self._hub.put(hinted, self.rank, request.hint)
+            self._hub.put(("hint", where), self.rank, request.hint)
             try:
-                hints = list(self._hub.collect(hinted, edge.ranks, str(exchange_id)).values())
+                found = self._hub.collect(("hint", where), edge.ranks, str(exchange_id))
+                hints = [found[rank] for rank in ranks if rank != self.rank]
             except PeerLostError:
                 if self.neighbours is None:
                     raise
@@ -183,7 +184,7 @@ class InProcessTransport(Transport):
         for _ in request.encode(hints):
             pass
         # A copy, as a network would make it: the sender may write to its message while a slower member still reads.
-        key, sent = ("exchange", ranks, exchange_id), request.sent.clone()
+        key, sent = ("exchange", where), request.sent.clone()
         written(sent)()  # the CUDA streams of other threads do not wait for this one's
         self._hub.put(key, self.rank, sent)
 
@@ -339,8 +340,8 @@ class _LocalConsensus(Consensus):
 
 
 class _LocalControl(Control):
-    def __init__(self, rank: int, hub: LocalHub) -> None:
-        self._rank, self._hub = rank, hub
+    def __init__(self, rank: int, hub: LocalHub, run_id: str) -> None:
+        self._rank, self._hub, self._run_id = rank, hub, run_id
         self.ranks = range(hub.world_size)
         self._calls = 0
 
@@ -362,7 +363,7 @@ class _LocalControl(Control):
         return DeferredHandle(finish)
 
     def _put(self, value: object, what: str) -> Callable[[], list[Any]]:
-        key = ("control", self._calls)
+        key = ("control", self._run_id, self._calls)
         self._calls += 1
         if isinstance(value, Tensor):
             written(value)()

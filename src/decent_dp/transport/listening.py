@@ -132,13 +132,13 @@ class Doorman:
             if len(frames) < 3:  # a message of many parts is none of ours
                 frames.append(frame)
         header = frames[0].bytes if frames else b""
-        guest = self._guests.get(routing_id)
         is_hello = len(frames) == 2 and len(header) == HEADER_BYTES and header[0] == HELLO
         descriptor, key = -1, b""
         with contextlib.suppress(zmq.ZMQError):  # it was gone before libzmq has asked for its address
             descriptor = frames[0].get(zmq.SRCFD) if frames else -1
         was_there = (socket, descriptor) in self._strangers
-        self._read_events(socket)  # so far the descriptor may have been another connection's
+        self._read_events(socket)  # so far the descriptor may have been another connection's, or this one have ended
+        guest = self._guests.get(routing_id)
         if is_hello and guest is None and header[1] == 1:
             if (socket, descriptor) not in self._strangers:
                 return  # it has ended already

@@ -22,7 +22,7 @@ class Polling:
     Attributes:
         sources: by zmq's sockets, those with a monitor: the socket.
         owners: by dialled socket: its connection, or the end of an attempt.
-        routes, accepted: connections that others have made, by routing id, and by listener and descriptor.
+        routes, accepted: connections that others have made, by listener and routing id, and by listener and descriptor.
         over: connections that have ended.
         streams: by the connection of a process that joins.
         dialler, doorman: handle the events of connections that are not open yet; set before anything is watched.
@@ -36,7 +36,7 @@ class Polling:
         self._poller = zmq.Poller()
         self.sources: dict[Any, Socket] = {}
         self.owners: dict[Socket, End | Channel] = {}
-        self.routes: dict[bytes, Channel] = {}
+        self.routes: dict[tuple[Socket, bytes], Channel] = {}
         self.accepted: dict[tuple[Socket, int], Channel] = {}
         self.over: list[Channel] = []
         self.streams: dict[Channel, StateStream] = {}
@@ -54,7 +54,7 @@ class Polling:
     def accept(self, channels: Iterable[Channel]) -> None:
         """Connections that another worker has made are open."""
         for channel in channels:
-            self.routes[channel.routing_id] = self.accepted[channel.accepted] = channel
+            self.routes[channel.route] = self.accepted[channel.accepted] = channel
 
     def watch(self, socket: Socket, owner: End | None = None) -> None:
         self.sources[socket.zmq] = self.sources[socket.monitor] = socket
@@ -85,7 +85,7 @@ class Polling:
             if socket.is_router and event.kind == zmq.EVENT_DISCONNECTED and (socket, event.descriptor) in self.accepted:
                 channel = self.accepted.pop((socket, event.descriptor))
                 if socket.is_open_to_others:  # somebody who has seen its routing id may use it from now on
-                    self.routes.pop(channel.routing_id, None)
+                    self.routes.pop(channel.route, None)
                 self.over.append(channel)
             elif socket.is_router:
                 self.doorman.on_event(socket, event)
@@ -98,8 +98,8 @@ class Polling:
         self.streams.pop(channel, None)
         if not channel.routing_id:
             self.forget(channel.socket)
-        elif self.routes.get(channel.routing_id) is channel:
-            del self.routes[channel.routing_id]
+        elif self.routes.get(channel.route) is channel:
+            del self.routes[channel.route]
             if self.accepted.get(channel.accepted) is channel:
                 del self.accepted[channel.accepted]
                 channel.socket.hang_up(channel.descriptor)

@@ -38,7 +38,7 @@ class Reader:
         with contextlib.suppress(zmq.Again):
             while self._polling.is_watched(socket) and time.monotonic() < until:
                 first = stream.recv(zmq.NOBLOCK)
-                owner = self._polling.routes.get(first) if socket.is_router else self._polling.owners.get(socket)
+                owner = self._polling.routes.get((socket, first)) if socket.is_router else self._polling.owners.get(socket)
                 if isinstance(owner, Channel):
                     self._take(owner, stream.recv(zmq.NOBLOCK) if socket.is_router else first)
                 elif owner is not None:
