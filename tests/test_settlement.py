@@ -298,6 +298,8 @@ class World:
 @pytest.fixture(autouse=True)
 def _virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
+    # Frames have 16 KiB at a rate that is not known: messages of 300 bytes are copied, larger ones are lent.
+    monkeypatch.setattr(channels, "_COPIED", 2**10)
     for module in (channels, flow, link, reading, settlement):
         monkeypatch.setattr(module, "time", clock)
 
