@@ -36,7 +36,7 @@ from decent_dp.faults import Tolerate
 from decent_dp.sim import Batches, Simulation, VirtualCluster, digits, dirichlet_split
 from decent_dp.sim.experiment import make_model
 from decent_dp.topo import Edge, Topology, make_topology
-from decent_dp.transport.link import _SHARE
+from decent_dp.transport.channels import _SHARE
 from decent_dp.transport.liveness import _COMING, _STEPS
 
 N, PACE, WARM_UP, SECONDS = 64, 0.2, 300.0, 10.0

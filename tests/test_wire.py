@@ -15,7 +15,7 @@ import torch
 
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses, peer_errors, rendezvous
-from decent_dp.transport.channels import Channel, WireLink
+from decent_dp.transport.channels import Channel, Link
 from decent_dp.transport.flow import Flow
 from decent_dp.transport.hello import CONTROL, GUEST, REPLACED, VISIT, Dialled, Identity, ReplacedError, Visitor
 from decent_dp.transport.link import LinkState, Receiving, Sending
@@ -282,7 +282,7 @@ class Wires:
 
     def __init__(self, *, tolerant: bool = False) -> None:
         self.sent: list[Header] = []
-        self.hung_up: list[WireLink] = []
+        self.hung_up: list[Link] = []
         self.flow = Flow(0, frozenset(), lambda *_: None, lambda *_: None, lambda _: None, self.hung_up.append)
         self.flow.dead_after = 10.0 if tolerant else None
         self.link = self.flow.link(1)
@@ -344,7 +344,7 @@ def test_what_is_on_its_way_is_bounded_by_time():
 def test_a_start_that_comes_before_the_exchange_is_kept():
     wires, key = Wires(), (3, 0, 0)
     wires.hear(key, OFFERS, 0, 2**17, 2**20)
-    assert wires.link.has_begun(key)
+    assert key in wires.link.early
     sending = message(Sending, key, 2**20, ready=2**20)
     wires.flow.add_receiving(message(Receiving, key, 2**20))
     wires.flow.add_sending(sending)

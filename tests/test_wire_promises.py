@@ -26,7 +26,7 @@ import decent_dp
 from decent_dp.errors import WireError
 from decent_dp.topo import Edge
 from decent_dp.transport import ProcessGroupTransport, addresses, rendezvous
-from decent_dp.transport.channels import Channel, Network, Rate, WireLink
+from decent_dp.transport.channels import Channel, Link, Network, Rate
 from decent_dp.transport.flow import Flow
 from decent_dp.transport.hello import CONTROL, GUEST, VISIT, Dialled, Identity, Visitor, password
 from decent_dp.transport.link import LinkState, Receiving, Sending
@@ -762,7 +762,7 @@ def test_a_visit_is_of_a_process_that_is_no_worker():
 
 def test_the_latency_is_that_of_requests():
     """Not of bytes that were asked for before the peer was in the exchange."""
-    link = WireLink(1, Network(local=False))
+    link = Link(1, Network(local=False))
     link.count_wanted(100)
     assert link.asked is None
     link.count_wanted(-100)

@@ -1,20 +1,34 @@
-"""The control and bulk connection to a peer, and its receive window."""
+"""A peer: what is known of it, its control and bulk connection, and their receive window."""
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import zmq
 
+from decent_dp.transport.base import Verdict
 from decent_dp.transport.hello import CONTROL
-from decent_dp.transport.link import Key, Link, Priority, Receiving, Sending
+from decent_dp.transport.link import Key, LinkState, Pair, Priority, Receiving, Sending
 from decent_dp.transport.messages import Header
+from decent_dp.transport.repeats import Repeats
 from decent_dp.transport.sockets import Socket
+from decent_dp.transport.votes import Votes
 
-__all__ = ["SMALL", "Channel", "Network", "Rate", "WireLink"]
+__all__ = ["SMALL", "Channel", "Link", "Network", "Rate"]
+
+# Losses of one connection, each within a minute of the one before, from which on they are worth a warning.
+_OFTEN = 4
+# The part of each round's time for which a worker waits for peers that are not in their exchanges.
+_SHARE = 0.1
+# Exchanges of one bucket with one peer from which the usual time of one is known, and the most meetings that are left out
+# after an exchange has taken much longer: four times as long, as others may share its link, such as a process that joins.
+_TIMED, _LONGEST_BREAK, _LONGER = 8, 64, 4
+# Seconds from which on exchanges are slow: a peer may be late because an earlier one still moves.
+_SLOW = 0.5
 
 # Messages of at most so many bytes are wanted as a whole at once: waiting would take longer than the message.
 SMALL = 2**14
@@ -93,7 +107,7 @@ class Network:
     coming: Rate = field(default_factory=Rate)
     waiting: bool = False
 
-    def space(self, receiving: Receiving, link: WireLink) -> int:
+    def space(self, receiving: Receiving, link: Link) -> int:
         """Bytes of a message that are to be wanted now; 0 if it is too early to ask for more."""
         left = receiving.size - receiving.granted
         if self.local:
@@ -106,7 +120,7 @@ class Network:
         space = window - self.outstanding
         return min(left, space) if space >= min(left, window // 4) else 0
 
-    def must_wait(self, sending: Sending, links: Iterable[WireLink]) -> bool:
+    def must_wait(self, sending: Sending, links: Iterable[Link]) -> bool:
         """Whether a message has to wait because the link is full of messages to another peer in an earlier round.
 
         The peer of the later round may have wanted it long ago, because it has nothing else to do. The kernel would give each
@@ -133,7 +147,7 @@ class Channel:
     plane: int
     routing_id: bytes = b""
     descriptor: int = -1
-    link: WireLink | None = None
+    link: Link | None = None
 
     @property
     def route(self) -> tuple[Socket, bytes]:
@@ -167,24 +181,92 @@ class Channel:
                 raise
 
 
-class WireLink(Link):
-    """The link to one peer, with its two connections while it is open."""
+class Link:
+    """What is known of one peer: its votes, its exchanges, its rounds, and its two connections while it is open. Changed by the
+    transport's thread alone, but for the breaks of late exchanges; other threads read single fields.
+
+    Attributes:
+        network: of all links that share this one's way.
+        outstanding: bytes that are wanted and have not come.
+        latency: the fewest seconds from a request, where nothing was due, to its first bytes; ``asked``: when the last such
+            request was made.
+        early: STARTs of exchanges in which this worker is not yet.
+        uid: of the peer's process; empty before the first connection. ``incarnation``: see ``Identity``.
+        state: of its life; ``since``: when it began, on the monotonic clock.
+        closed: why the peer is gone; None while it is not.
+        cause: the error with which it was closed.
+        moved: when a part of a message last came or went, on the monotonic clock.
+        heard: when anything last came.
+        paused: the peer makes no rounds at present; ``left``: nor any more.
+        told: when the last BEAT came from it, on the monotonic clock; ``busy``: the last one with which it said that bytes of
+            its exchanges move.
+        round: the latest round in which the peer is known to be; ``epoch``: the newest that it is known to know.
+        start: the first round of a peer that has joined.
+        votes, pairs: where faults are tolerated: of the exchanges with the peer, and the open ones by bucket.
+        hints: by bucket: the last one sent, and its key, to be sent again on a new connection.
+        refused: nobody listens at the peer's address, since the connection was lost.
+        lost: why it was, until it is made again. ``losses``: how often.
+        patience: seconds for which this worker still waits for a living peer that is not in its exchange. Each round adds a
+            tenth of a step: a slow peer costs its partners a tenth of their pace, and one that is late for once is waited for.
+    """
 
     def __init__(self, peer: int, network: Network) -> None:
-        super().__init__(peer)
-        self.network = network
+        self.peer, self.network = peer, network
         self.control: Channel | None = None
         self.bulk: Channel | None = None
-        self.outstanding = 0
-        self.coming = Rate()
-        # The fewest seconds from a request, where nothing was due, to its first bytes; and when the last such request was made.
+        self.outstanding, self.coming = 0, Rate()
         self.latency = 0.0
         self.asked: float | None = None
-        # STARTs of exchanges in which this worker is not yet.
         self.early: dict[Key, Header] = {}
+        self.uid, self.incarnation = b"", 0
+        self.state, self.since = LinkState.NEW, time.monotonic()
+        self.heard = self.moved = self.told = self.busy = 0.0
+        self.paused = self.left = self.refused = False
+        self.epoch = 0
+        self.round = self.start = -1
+        self.votes = Votes()
+        self.pairs: dict[int, Pair] = {}
+        self.hints: dict[int, tuple[Key, bytes]] = {}
+        self.closed: str | None = None
+        self.cause: BaseException | None = None
+        self.lost: str | None = None
+        self.losses = Repeats(_OFTEN)
+        self.patience, self._waited_in = math.inf, -1
+        # By bucket: the seconds from when both were in an exchange until its end. Tuples, as two threads look at them: a deque
+        # that grows while another thread copies it raises.
+        self._times: dict[int, tuple[float, ...]] = {}
+        self._break, self._left_out, self._late_round, self._resting = 0, 0, -1, -1
+        self.sendings: dict[Key, Sending] = {}
+        self.receivings: dict[Key, Receiving] = {}
 
-    def has_begun(self, key: Key) -> bool:
-        return key in self.early
+    def enter(self, state: LinkState) -> None:
+        self.state, self.since = state, time.monotonic()
+
+    def silence(self, now: float) -> float:
+        """Seconds without a sign of life; infinite for a peer that is gone. libzmq's heartbeats keep a link open."""
+        if self.state is LinkState.GONE:
+            return math.inf
+        return now - self.heard if self.state is LinkState.BROKEN else 0.0
+
+    def was_stopped(self, seconds: float) -> None:
+        """This process was, or its transport's thread, and could hear nobody: no peer is silent or late for that."""
+        now = time.monotonic()
+
+        def later(than: float) -> float:
+            return min(than + seconds, now) if than else 0.0
+
+        self.since, self.heard, self.moved = later(self.since), later(self.heard), later(self.moved)
+        self.told, self.busy = later(self.told), later(self.busy)
+        for pair in self.pairs.values():
+            pair.opened, pair.joined, pair.busy = later(pair.opened), later(pair.joined), later(pair.busy)
+
+    def forget_rounds(self) -> None:
+        """Rounds may be earlier ones from now on."""
+        self.round = self.start = self._late_round = self._resting = self._waited_in = -1
+        self._left_out = 0
+        self.hints.clear()
+
+    # -- the pace of messages ---------------------------------------------------------------------------------------------
 
     def measure(self, amount: int) -> None:
         """Bytes have come that were wanted."""
@@ -213,3 +295,71 @@ class WireLink(Link):
         before = [sending for sending in self.sendings.values() if sending.key[0] < round_]
         on_the_way = sum(sending.written - sending.arrived for sending in before)
         return on_the_way > _FULL and any(sending.written < sending.size for sending in before)
+
+    # -- exchanges that take much longer than usual ---------------------------------------------------------------------
+
+    def expected_end(self, pair: Pair, began: float, step: float) -> float:
+        """When an exchange is late, on the monotonic clock; infinite for messages without a history.
+
+        A peer that is in the exchange has the usual time of its messages: the median of their history, and beyond it six times
+        the median deviation. One that is not is waited for as long as its ``patience`` lasts, from when on it has no excuse.
+
+        Args:
+            began: when this worker began to wait.
+            step: the fewest seconds by which messages are late.
+        """
+        if not pair.opened:  # the transport's thread has not opened it yet
+            return math.inf
+        if not pair.joined:
+            return pair.opened if self.paused else self._inexcusable_since(pair, began) + self.patience
+        times = self._times.get(pair.bucket, ())
+        if len(times) < _TIMED:
+            return math.inf  # the first messages take their time
+        usual = statistics.median(times)
+        deviation = 6 * statistics.median(abs(time - usual) for time in times)
+        return pair.joined + max(usual + max(deviation, step), _LONGER * usual)
+
+    def is_slow(self, bucket: int) -> bool:
+        """Whether exchanges take long, or it is not known yet."""
+        times = self._times.get(bucket, ())
+        return len(times) < _TIMED or statistics.median(times) > _SLOW
+
+    def _inexcusable_since(self, pair: Pair, began: float) -> float:
+        """When this worker began to wait; where exchanges are slow, when the peer last said that an earlier one moves. That one
+        may take no longer than one of this link, which depends on the place of its bucket."""
+        if not (pair.busy and self.is_slow(pair.bucket)):
+            return began
+        longest = max((statistics.median(times) for times in self._times.values() if len(times) >= _TIMED), default=math.inf)
+        return min(max(began, pair.busy), began + _LONGER * longest)
+
+    def waited(self, pair: Pair, began: float, step: float, most: float) -> None:
+        """This worker has waited for an exchange.
+
+        Args:
+            began: when it began to wait.
+            step: seconds of its rounds; each one adds to the patience, up to ``most``.
+        """
+        absent = max((pair.joined or time.monotonic()) - self._inexcusable_since(pair, began), 0.0)
+        earned = _SHARE * step if pair.round > self._waited_in else 0.0
+        self.patience, self._waited_in = min(max(self.patience - absent, 0.0) + earned, most), pair.round
+
+    def record(self, pair: Pair, verdict: Verdict) -> None:
+        """Keeps the time of an exchange that has ended."""
+        if verdict is not Verdict.BOTH or not pair.joined:
+            return
+        latest = self._times.get(pair.bucket, ())[1 - 4 * _TIMED :]
+        self._times[pair.bucket] = (*latest, time.monotonic() - pair.joined)
+        if pair.round > self._late_round:
+            self._break = 0
+
+    def give_up(self, pair: Pair) -> None:
+        """An exchange was late. If it was its messages, the next meetings are left out, twice as many each time."""
+        if pair.joined and pair.round > self._late_round:
+            self._break = min(2 * self._break or 1, _LONGEST_BREAK)
+            self._left_out, self._late_round = self._break, pair.round
+
+    def on_break(self, round_: int) -> bool:
+        """Whether the meeting in this round is left out. Called for rounds in their order."""
+        if self._left_out and round_ > max(self._resting, self._late_round):
+            self._left_out, self._resting = self._left_out - 1, round_
+        return round_ == self._resting

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import zmq
 
-from decent_dp.transport.channels import Channel, WireLink
+from decent_dp.transport.channels import Channel, Link
 from decent_dp.transport.flow import Flow
 from decent_dp.transport.hello import BULK, CONTROL, CrossingError, Dialled, Identity, ReplacedError
 from decent_dp.transport.link import LinkState
@@ -339,7 +339,7 @@ class Dialler:
             self._due.pop(peer, None)
             self._refused(peer, error)
 
-    def _note_failure(self, link: WireLink, *, is_refused: bool, is_greeting: bool) -> None:
+    def _note_failure(self, link: Link, *, is_refused: bool, is_greeting: bool) -> None:
         if is_refused and link.network.local:
             self._flow.give_up(link, "nobody listens at its address")
         elif is_refused and link.state is LinkState.BROKEN:

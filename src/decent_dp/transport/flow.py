@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable
 
 from decent_dp.errors import WireError
-from decent_dp.transport.channels import SMALL, Channel, Network, Rate, WireLink
-from decent_dp.transport.link import Key, Link, LinkState, Message, Receiving, Sending
+from decent_dp.transport.channels import SMALL, Channel, Link, Network, Rate
+from decent_dp.transport.link import Key, LinkState, Message, Receiving, Sending
 from decent_dp.transport.messages import (
     ASK,
     ASKS,
@@ -89,13 +89,13 @@ class Flow:
         on_call: Callable[[int, Key, bytes], None],
         on_hint: Callable[[int, Key, bytes], None],
         on_open: Callable[[int], None],
-        hang_up: Callable[[WireLink], None],
+        hang_up: Callable[[Link], None],
     ) -> None:
         self._rank, self._local = rank, local
         self._on_call, self._on_hint, self._on_open, self._hang_up = on_call, on_hint, on_open, hang_up
         self._networks = {local: Network(local) for local in (True, False)}
         self._order = itertools.count()
-        self.links: dict[int, WireLink] = {}
+        self.links: dict[int, Link] = {}
         self.dead_after: float | None = None
         self.round, self.first_bucket, self.paused, self.epoch = -1, 0, False, 0
         self.reconnects = self.dropped = 0
@@ -106,12 +106,12 @@ class Flow:
         """Whether a lost connection is made again, and exchanges end with a verdict."""
         return self.dead_after is not None
 
-    def link(self, peer: int) -> WireLink:
+    def link(self, peer: int) -> Link:
         if peer not in self.links:
-            self.links[peer] = WireLink(peer, self._networks[peer in self._local])
+            self.links[peer] = Link(peer, self._networks[peer in self._local])
         return self.links[peer]
 
-    def open(self, link: WireLink, uid: bytes, control: Channel, bulk: Channel) -> None:
+    def open(self, link: Link, uid: bytes, control: Channel, bulk: Channel) -> None:
         """Uses connections to a process of the peer, which has proven who it is."""
         link.uid, link.control, link.bulk = uid, control, bulk
         control.link = bulk.link = link
@@ -135,7 +135,7 @@ class Flow:
     def renew(self, peer: int, incarnation: int, start: int) -> None:
         """Another process is this peer now, from round ``start`` on. It counts as one that was connected just now."""
         self.give_up(self.link(peer), "another process has taken its place")
-        link = WireLink(peer, self._networks[peer in self._local])
+        link = Link(peer, self._networks[peer in self._local])
         link.incarnation, link.start = incarnation, start
         link.enter(LinkState.BROKEN)
         link.heard = link.since
@@ -158,7 +158,7 @@ class Flow:
             more |= not left
         return more
 
-    def _admit(self, message: Message) -> WireLink | None:
+    def _admit(self, message: Message) -> Link | None:
         """The link of a new message; None if the message is done, or has failed, already."""
         link = self.link(message.peer)
         if message.size == 0:
@@ -186,7 +186,7 @@ class Flow:
         if link.state is LinkState.OPEN:
             self._begin(link, receiving)
 
-    def _begin(self, link: WireLink, receiving: Receiving) -> None:
+    def _begin(self, link: Link, receiving: Receiving) -> None:
         """Asks for a message, or for the rest of it on a new connection."""
         if receiving.size <= SMALL or link.network.local:
             self._want(link, receiving, receiving.size)
@@ -201,13 +201,13 @@ class Flow:
             upto = min(receiving.size, receiving.received + ahead) if is_first and not receiving.offered else receiving.granted
             self._want(link, receiving, upto)
 
-    def _want(self, link: WireLink, receiving: Receiving, upto: int) -> None:
+    def _want(self, link: Link, receiving: Receiving, upto: int) -> None:
         if receiving.offered and receiving.size > SMALL:
             link.count_wanted(upto - receiving.granted, asks=True)
         receiving.granted = upto
         self._start(link, receiving)
 
-    def _start(self, link: WireLink, receiving: Receiving) -> None:
+    def _start(self, link: Link, receiving: Receiving) -> None:
         if link.control is not None:
             flags = OFFERS if _is_mutual(receiving.key) else 0
             link.control.send(pack(START, receiving.key, flags, receiving.received, receiving.granted, receiving.size))
@@ -226,7 +226,7 @@ class Flow:
             else:
                 i += 1
 
-    def _offered(self, link: WireLink, receiving: Receiving) -> None:
+    def _offered(self, link: Link, receiving: Receiving) -> None:
         """The peer has the message, or is in the exchange."""
         if not receiving.offered:
             receiving.offered = True
@@ -236,7 +236,7 @@ class Flow:
                 if receiving.granted < receiving.size:
                     bisect.insort(link.network.wanted, (receiving.priority, receiving))
 
-    def memory_for(self, link: WireLink, header: Header) -> memoryview | None:
+    def memory_for(self, link: Link, header: Header) -> memoryview | None:
         """Where the body of a DATA message goes; None: it is not wanted any more.
 
         Raises:
@@ -259,7 +259,7 @@ class Flow:
             )
         return receiving.memory[begin:end]
 
-    def arrived(self, link: WireLink, header: Header) -> None:
+    def arrived(self, link: Link, header: Header) -> None:
         """A part of a message was written to its memory."""
         receiving, length = link.receivings[header.key], header.second
         self._hear_round(link, header)
@@ -307,7 +307,7 @@ class Flow:
             sending.queued = True
             heapq.heappush(link.network.sendings, (sending.priority, sending))
 
-    def _wanted(self, link: WireLink, sending: Sending, header: Header) -> None:
+    def _wanted(self, link: Link, sending: Sending, header: Header) -> None:
         had, upto = header.first, header.second
         check_size(self._rank, link.peer, sending.key, header.size, sending.size)
         if not had <= upto <= sending.size:
@@ -340,7 +340,7 @@ class Flow:
             sending.queued = False
         return False
 
-    def _send_frame(self, link: WireLink, channel: Channel, sending: Sending) -> None:
+    def _send_frame(self, link: Link, channel: Channel, sending: Sending) -> None:
         frame = LARGEST_FRAME
         if not link.network.local:
             wanted = sending.granted - sending.arrived
@@ -360,13 +360,11 @@ class Flow:
     def recall(self, link: Link, sending: Sending) -> None:
         """The memory of a message in doubt is the caller's from now on. libzmq may still read it, and the peer must not get
         what is written there next: the connection is made anew."""
-        ours = self.link(link.peer)
-        if sending.lent and sending.written > sending.arrived and ours.state is LinkState.OPEN:
-            self.lose(ours, "a message was given up")
+        if sending.lent and sending.written > sending.arrived and link.state is LinkState.OPEN:
+            self.lose(link, "a message was given up")
 
     def cancel(self, link: Link, receiving: Receiving, sending: Sending) -> None:
         """From now on the memory of these messages is the caller's: what is on the way is dropped when it comes."""
-        assert isinstance(link, WireLink)
         if link.receivings.get(receiving.key) is receiving:
             del link.receivings[receiving.key]
             self._want_nothing(link, receiving)
@@ -374,14 +372,14 @@ class Flow:
             del link.sendings[sending.key]
             sending.ready = sending.written  # it is not sendable any more
 
-    def _want_nothing(self, link: WireLink, receiving: Receiving) -> None:
+    def _want_nothing(self, link: Link, receiving: Receiving) -> None:
         if receiving.offered and receiving.size > SMALL:
             link.count_wanted(receiving.received - receiving.granted)
         link.network.wanted = [entry for entry in link.network.wanted if entry[1] is not receiving]
 
     # -- control ------------------------------------------------------------------------------------------------------
 
-    def hear(self, link: WireLink, header: Header, body: bytes) -> None:
+    def hear(self, link: Link, header: Header, body: bytes) -> None:
         """A message came over the control connection, or a BLOCK over the other.
 
         Raises:
@@ -414,7 +412,7 @@ class Flow:
             _bound(link, key[1])
             self.settlement.hear(link, Vote(key[0], key[1], header.flags == GOT))
 
-    def _hear_start(self, link: WireLink, header: Header) -> None:
+    def _hear_start(self, link: Link, header: Header) -> None:
         key, is_offer = header.key, bool(header.flags & OFFERS)
         receiving = link.receivings.get(key) if is_offer else None
         sending = link.sendings.get(key) if _is_mutual(key) or not is_offer else None
@@ -426,12 +424,12 @@ class Flow:
             _bound(link, len(link.early))
             link.early[key] = header
 
-    def _hear_round(self, link: WireLink, header: Header) -> None:
+    def _hear_round(self, link: Link, header: Header) -> None:
         # What is of earlier buckets belongs to a state that was replaced.
         if header.key[1] >= self.first_bucket:
             link.round = max(link.round, header.key[0])
 
-    def _forget_before(self, link: WireLink, key: Key) -> None:
+    def _forget_before(self, link: Link, key: Key) -> None:
         """Forgets STARTs of earlier rounds of a bucket, which both ends have passed: some may never be used.
 
         Where no exchange is dropped, each is used; that of a group that waits for memory after those of later rounds.
@@ -456,7 +454,6 @@ class Flow:
 
     def say(self, link: Link, word: int, key: Key) -> None:
         """Sends a vote, or asks for one."""
-        assert isinstance(link, WireLink)
         if link.control is not None:
             link.control.send(pack(VOTE, key, word))
 
@@ -468,7 +465,6 @@ class Flow:
 
     def beat(self, link: Link, *, ask: bool = False) -> None:
         """Says in which round and epoch this worker is; ``ask``: and asks for it."""
-        assert isinstance(link, WireLink)
         if link.control is not None:
             flags = (ASKS if ask else 0) | (PAUSES if self.paused else 0) | (MOVES if self._moves() else 0)
             link.control.send(pack(BEAT, (max(self.round, 0), self.first_bucket, 0), flags, epoch=self.epoch))
@@ -486,7 +482,7 @@ class Flow:
 
     # -- closing ------------------------------------------------------------------------------------------------------
 
-    def lose(self, link: WireLink, reason: str, error: BaseException | None = None) -> None:
+    def lose(self, link: Link, reason: str, error: BaseException | None = None) -> None:
         """The connection was lost: where faults are tolerated it is made again, elsewhere its messages fail."""
         if not self.tolerant:
             self.fail(link, error or ConnectionError(reason))
@@ -507,14 +503,14 @@ class Flow:
                     reason,
                 )
 
-    def give_up(self, link: WireLink, reason: str) -> None:
+    def give_up(self, link: Link, reason: str) -> None:
         """Where faults are tolerated: the peer has left, or no process listens at its address any more."""
         self._let_go(link)
         link.closed = link.closed or reason
         link.enter(LinkState.GONE)
         self.settlement.expire(link)
 
-    def _let_go(self, link: WireLink) -> None:
+    def _let_go(self, link: Link) -> None:
         """Closes the connections. What has arrived of messages is kept for the next ones."""
         self._hang_up(link)
         link.control = link.bulk = None
@@ -525,7 +521,7 @@ class Flow:
             sending.granted, sending.offered, sending.lent = 0, False, False
         link.early.clear()
 
-    def fail(self, link: WireLink, error: BaseException) -> None:
+    def fail(self, link: Link, error: BaseException) -> None:
         """Closes the connections, and fails all messages that need them.
 
         Where faults are tolerated, a peer that sends what was not due costs no more than one that is gone.
@@ -556,7 +552,7 @@ def _is_mutual(key: Key) -> bool:
     return key[2] == 0
 
 
-def _is_light(link: WireLink, message: Message) -> bool:
+def _is_light(link: Link, message: Message) -> bool:
     """Whether a message travels over the control connection, where it delays nothing: inside a node, if a frame could hold it.
 
     pyzmq has a copy of it once it is sent, and it arrives before a BYE. So nobody says that it has arrived.
@@ -564,6 +560,6 @@ def _is_light(link: WireLink, message: Message) -> bool:
     return link.network.local and message.size <= LARGEST_FRAME
 
 
-def _bound(link: WireLink, ahead: int) -> None:
+def _bound(link: Link, ahead: int) -> None:
     if ahead >= _MOST_AHEAD:
         raise WireError(f"worker {link.peer} has announced {ahead} messages ahead, or one of bucket {ahead}: too many")

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 from decent_dp.topo import Edge
 from decent_dp.transport.agreement import Consensus
 from decent_dp.transport.base import ExchangeId, Verdict
-from decent_dp.transport.link import Key, Link, LinkState, Pair
+from decent_dp.transport.channels import Link
+from decent_dp.transport.link import Key, LinkState, Pair
 from decent_dp.transport.neighbours import Neighbours, Stream
 from decent_dp.transport.sockets import SILENT
 

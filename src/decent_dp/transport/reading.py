@@ -10,7 +10,7 @@ from typing import Any
 import zmq
 
 from decent_dp.errors import WireError
-from decent_dp.transport.channels import Channel, WireLink
+from decent_dp.transport.channels import Channel, Link
 from decent_dp.transport.dialling import End
 from decent_dp.transport.flow import Flow
 from decent_dp.transport.hello import GUEST
@@ -29,7 +29,7 @@ class Reader:
         on_bye: called with the link, the connection and the header of a BYE.
     """
 
-    def __init__(self, polling: Polling, flow: Flow, on_bye: Callable[[WireLink, Channel, Header], None]) -> None:
+    def __init__(self, polling: Polling, flow: Flow, on_bye: Callable[[Link, Channel, Header], None]) -> None:
         self._polling, self._flow, self._on_bye = polling, flow, on_bye
 
     def read(self, socket: Socket, until: float) -> None:
@@ -81,7 +81,7 @@ class Reader:
             _rest(stream)
             self._flow.fail(link, error)
 
-    def _take_data(self, link: WireLink, header: Header, stream: Any) -> None:
+    def _take_data(self, link: Link, header: Header, stream: Any) -> None:
         memory = self._flow.memory_for(link, header)
         if memory is None:
             _rest(stream)

@@ -6,7 +6,8 @@ import time
 from typing import TYPE_CHECKING
 
 from decent_dp.transport.base import Verdict
-from decent_dp.transport.link import Key, Link, LinkState, Pair
+from decent_dp.transport.channels import Link
+from decent_dp.transport.link import Key, LinkState, Pair
 from decent_dp.transport.messages import ASK, DROP, GOT
 from decent_dp.transport.votes import Vote
 
@@ -38,7 +39,7 @@ class Settlement:
         if link.votes.verdict(pair.round, pair.bucket) is not None:
             self._end(link, pair)
             return
-        if link.has_begun(key):
+        if key in link.early:
             self.join(link, key)
         pair.receiving.done = lambda: self.vote_if_complete(link, pair.bucket)
         self._flow.add_receiving(pair.receiving)

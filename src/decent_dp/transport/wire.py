@@ -16,7 +16,7 @@ from functools import partial
 from multiprocessing.util import Finalize
 
 from decent_dp.transport.agreement import View
-from decent_dp.transport.channels import Channel, WireLink
+from decent_dp.transport.channels import Channel, Link
 from decent_dp.transport.commands import Commands
 from decent_dp.transport.control_plane import ControlPlane
 from decent_dp.transport.dialling import Attempt, Dialler, Target
@@ -489,7 +489,7 @@ class Wire:
         if waiting is not None and not waiting.done():
             waiting.set_exception(error)
 
-    def _hang_up(self, link: WireLink) -> None:
+    def _hang_up(self, link: Link) -> None:
         for channel in (link.control, link.bulk):
             if channel is not None and channel not in self._leaving:
                 self._polling.hang_up(channel)
@@ -518,7 +518,7 @@ class Wire:
             if self._flow.tolerant:
                 self._judge(link, now)
 
-    def _judge(self, link: WireLink, now: float) -> None:
+    def _judge(self, link: Link, now: float) -> None:
         brought = max(link.moved, link.since, link.busy)
         if link.state is LinkState.OPEN and link.outstanding and now - brought > self._dead_after:
             # The control connection lives, and the peer neither sends what it has offered nor moves an earlier exchange.
@@ -535,7 +535,7 @@ class Wire:
             if link.state is LinkState.OPEN and link.control is not None:
                 link.control.send(pack(BYE))
 
-    def _hear_bye(self, link: WireLink, channel: Channel, header: Header) -> None:
+    def _hear_bye(self, link: Link, channel: Channel, header: Header) -> None:
         if header.flags == _ANSWER or self._closing is not None:
             link.left = True
         if header.flags == _ANSWER:
