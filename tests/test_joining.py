@@ -583,7 +583,7 @@ def test_what_join_is_given_is_checked(monkeypatch):
             decent_dp.join(f"127.0.0.1:{store.port}", encrypt=encrypt)
     # With a secret nobody else can say that the run is not encrypted.
     monkeypatch.setenv("DECENT_DP_SECRET", "long and random")
-    run["mac"] = rendezvous.run_secret().bind(json.dumps(run, sort_keys=True))
+    run["mac"] = rendezvous.bind_to_secret(json.dumps(run, sort_keys=True))
     for written, error in ((run, "was started with"), ({**run, "encrypt": False}, "was not written by a worker that knows")):
         store.set(f"decent_dp/{'0' * 32}/run", json.dumps(written))
         with pytest.raises((ValueError, PeerLostError), match=error):

@@ -19,13 +19,13 @@ import pytest
 import zmq
 
 from decent_dp.errors import WireError
-from decent_dp.transport import channels, flow, link, reading, settlement
+from decent_dp.transport import channels, flow, polling, settlement
 from decent_dp.transport.base import Verdict
 from decent_dp.transport.channels import SMALL, Channel
 from decent_dp.transport.flow import Flow
 from decent_dp.transport.link import LinkState, Pair, Receiving, Sending
 from decent_dp.transport.messages import ASK, BEAT, BYE, DROP, GOT, VOTE, pack
-from decent_dp.transport.reading import Reader
+from decent_dp.transport.polling import Reader
 from decent_dp.transport.votes import Vote, Votes
 
 BUCKETS = 2
@@ -300,7 +300,7 @@ def _virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     # Frames have 16 KiB at a rate that is not known: messages of 300 bytes are copied, larger ones are lent.
     monkeypatch.setattr(channels, "_COPIED", 2**10)
-    for module in (channels, flow, link, reading, settlement):
+    for module in (channels, flow, polling, settlement):
         monkeypatch.setattr(module, "time", clock)
 
 

@@ -161,7 +161,7 @@ def test_one_that_does_not_dial_is_dialled(make):
     wait_for(lambda: high._flow.link(0).state is LinkState.BROKEN)
     assert low._flow.links.get(1) is None
     company.net.unreachable.clear()
-    wait_for(lambda: low._neighbours.living() == [1] and high._neighbours.living() == [0])
+    wait_for(lambda: low.neighbours.living() == [1] and high.neighbours.living() == [0])
 
 
 DEATHS = [
@@ -238,7 +238,7 @@ def test_a_frozen_worker_is_left_out_and_told_when_it_wakes(make):
     results = company.run(lambda rank, control: control.gather(rank), [0, 1, 3])
     assert results == {rank: [0, 1, 3] for rank in (0, 1, 3)}
     assert DEAD_AFTER / 2 < time.monotonic() - began < DEAD_AFTER + SOON
-    wait_for(lambda: company.wire(2)._neighbours.living() == [0, 1, 3], 10.0)
+    wait_for(lambda: company.wire(2).neighbours.living() == [0, 1, 3], 10.0)
     late = company.run(lambda rank, control: control.gather(rank), [2])[2]
     assert isinstance(late, PeerLostError)
     assert "took worker 2 for gone" in str(late)
@@ -524,7 +524,7 @@ def test_nobody_meets_a_process_that_joins_before_its_first_round(make):
     company = make(2, ring(2))
     company.run(lambda rank, control: control.gather(rank))
     wire, edge = company.wire(0), Edge([0, 1], 0.5)
-    neighbours, link = wire._neighbours, wire._flow.link(1)
+    neighbours, link = wire.neighbours, wire._flow.link(1)
     link.start, link.round = 50, 51
     for round_, meets in ((10, False), (49, False), (50, True)):
         neighbours.announce(round_)

@@ -104,7 +104,7 @@ def test_a_secret_in_a_file(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="is empty"):
         rendezvous.run_secret()
     file.write_text("long and random\n")
-    assert rendezvous.run_secret().text == b"long and random"
+    assert rendezvous.run_secret() == b"long and random"
 
 
 def forged(rank: int, n: int) -> list[str]:

@@ -32,8 +32,7 @@ from decent_dp.transport.hello import CONTROL, GUEST, VISIT, Dialled, Identity, 
 from decent_dp.transport.link import LinkState, Receiving, Sending
 from decent_dp.transport.messages import DATA, HEADER_BYTES, HELLO, HINT, LARGEST_FRAME, OFFERS, START, STATE, pack, unpack
 from decent_dp.transport.peer_errors import UnreachableError
-from decent_dp.transport.polling import Polling
-from decent_dp.transport.reading import Reader
+from decent_dp.transport.polling import Polling, Reader
 from decent_dp.transport.sockets import _OPEN, Curve, Event, Sockets, _inode_of
 from decent_dp.transport.state_stream import StateStream
 from tests.helpers import error_of

@@ -72,10 +72,6 @@ class ExchangeRequest:
     exchange_id: ExchangeId
     coded: bool = False
 
-    def messages(self, count: int) -> Sequence[Tensor]:
-        """The parts of ``received``, one for each of ``count`` other members in the order of their ranks."""
-        return self.received.tensor_split(count)
-
     def encode(self, hints: Sequence[bytes]) -> Iterator[int]:
         """Writes ``sent`` front to back, given the others' hints; yields how many bytes of it are final."""
         message_id = MessageId(self.exchange_id.round, self.rank)

@@ -114,7 +114,6 @@ class Dialler:
         timeout: seconds that a worker has to answer.
         goes_first: whether this worker dials another one at once.
         on_error: ends this worker with an error of another thread.
-        opened: called with a link that is open now.
         refused: where faults are not tolerated: called with a peer that cannot be reached, and the error.
 
     Attributes:

@@ -16,13 +16,10 @@ from decent_dp.transport.base import ExchangeId, ExchangeRequest, Explain, Handl
 from decent_dp.transport.groups import BufferPool, GroupExchange, bytes_of
 from decent_dp.transport.handles import WHOLE, SettledHandle, Timeout, WireHandle, key_of
 from decent_dp.transport.link import Pair, Receiving, Sending
-from decent_dp.transport.liveness import WireNeighbours
 from decent_dp.transport.messages import HINT
-from decent_dp.transport.neighbours import Neighbours
-from decent_dp.transport.profiling import profiled
 from decent_dp.transport.reduction_tree import group_by_node
 from decent_dp.transport.staging import Staging
-from decent_dp.transport.streams import on_stream
+from decent_dp.transport.streams import on_stream, profiled
 from decent_dp.transport.waiter import Waiter
 from decent_dp.transport.wire import Wire
 
@@ -50,17 +47,11 @@ class WireExchanges:
         self._wire, self._rank, self._node_of = wire, rank, node_of
         self._waiter, self._timeout, self._explain = waiter, Timeout(timeout), explain
         self._pool = BufferPool()
-        self._neighbours: WireNeighbours | None = None
         # By round and group: the number of the next chunk.
         self._counted: dict[tuple[int, tuple[int, ...]], int] = {}
         self._encodings: deque[Callable[[], bool]] = deque()
         # By bucket, of tensors on a GPU: an event, when its last message has been copied.
         self._copied: dict[int, Any] = {}
-
-    def tolerate(self, dead_after: float, places: int) -> Neighbours:
-        """``Wire.tolerate``."""
-        self._neighbours = self._wire.tolerate(dead_after, places)
-        return self._neighbours
 
     def connect(self, edge: Edge, exchange_id: ExchangeId, *, ahead: bool = False) -> list[int]:
         """Makes sure that there are connections to the other members; returns them.
@@ -71,7 +62,7 @@ class WireExchanges:
         others = sorted(rank for rank in edge.ranks if rank != self._rank)
         for peer in others:
             try:
-                self._wire.connect(peer, wait=ahead or self._neighbours is None, ahead=ahead)
+                self._wire.connect(peer, wait=ahead or self._wire.neighbours is None, ahead=ahead)
             except (OSError, RuntimeError) as error:
                 self._wire.refuse_failed()
                 raise self._explain(error, [peer], exchange_id) from error
@@ -80,7 +71,7 @@ class WireExchanges:
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         others = self.connect(edge, request.exchange_id)
         arguments = request, others, self._timeout, self._wire, self._explain
-        neighbours = self._neighbours
+        neighbours = self._wire.neighbours
         handle = WireHandle(*arguments) if neighbours is None else SettledHandle(*arguments, neighbours)
         staging = self._stage(request, handle) if request.sent.device.type != "cpu" else None
         on_host = request if staging is None else staging.on_host
@@ -192,7 +183,7 @@ class _Swap:
         handle.expect(2 * len(others))
         self._sendings: list[Sending] = []
         members = sorted([*others, rank])
-        for peer, received in zip(others, request.messages(len(others)), strict=True):
+        for peer, received in zip(others, request.received.tensor_split(len(others)), strict=True):
             # In each step of a group every member sends to one and receives from one. A pair has no steps.
             distance = members.index(peer) - members.index(rank) if len(members) > 2 else 0
             ahead, behind = distance % len(members), -distance % len(members)

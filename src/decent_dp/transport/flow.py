@@ -42,9 +42,9 @@ from decent_dp.transport.messages import (
     check_size,
     pack,
 )
-from decent_dp.transport.profiling import profiled
 from decent_dp.transport.settlement import Settlement
 from decent_dp.transport.sockets import SILENT
+from decent_dp.transport.streams import profiled
 from decent_dp.transport.votes import Vote
 
 __all__ = ["Flow"]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -24,7 +22,7 @@ from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
 from decent_dp.transport.agreement import Consensus, Decision
 from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, ExchangeRequest, Handle, Transport, Verdict, written
-from decent_dp.transport.neighbours import Neighbours, Stream
+from decent_dp.transport.neighbours import Neighbours
 
 __all__ = ["InProcessTransport", "LocalHub", "run_replicas"]
 
@@ -200,7 +198,7 @@ class InProcessTransport(Transport):
                 raise WireError(f"{exchange_id}: messages of {sorted({len(other) for other in found.values()})} bytes met")
             if len(ranks) == 2 or request.compression.gathers:
                 others = [found[rank] for rank in ranks if rank != self.rank]
-                for message, other in zip(request.messages(len(others)), others, strict=True):
+                for message, other in zip(request.received.tensor_split(len(others)), others, strict=True):
                     message.copy_(other)
             else:
                 self._reduce(request, ranks, found)
@@ -228,12 +226,6 @@ class _LocalNeighbours(Neighbours):
     def available(self, edge: Edge, exchange_id: ExchangeId) -> bool:
         return exchange_id.round <= self._last and not set(edge.ranks) & set(self.lost())
 
-    def has_dropped(self, others: Sequence[int], exchange_id: ExchangeId) -> bool:
-        return False
-
-    def skip(self, edge: Edge, exchange_id: ExchangeId) -> None:
-        return
-
     def fail(self, error: Exception) -> None:
         self._error = self._error or error
 
@@ -244,15 +236,8 @@ class _LocalNeighbours(Neighbours):
     def announce(self, round_: int) -> None:
         self._round = round_
 
-    def round_of(self, rank: int) -> int:
-        return -1
-
     def living(self) -> list[int]:
         return sorted(set(range(self._hub.world_size)) - set(self.lost()) - {self._rank})
-
-    @property
-    def is_awake(self) -> bool:
-        return True
 
     def silent(self) -> list[int]:
         return self.lost()
@@ -267,16 +252,6 @@ class _LocalNeighbours(Neighbours):
         return self.lost()
 
     @property
-    def is_paused(self) -> bool:
-        return False
-
-    def paused(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def begin(self, bucket: int) -> None:
-        return
-
-    @property
     def consensus(self) -> Consensus:
         return self._consensus
 
@@ -287,33 +262,6 @@ class _LocalNeighbours(Neighbours):
 
     def confine(self, last: int | None) -> None:
         self._last = math.inf if last is None else last
-
-    def enter_epoch(self, number: int) -> None:
-        return
-
-    def newest_epoch(self) -> int:
-        return 0
-
-    def renew(self, rank: int, incarnation: int, start: int) -> None:
-        return
-
-    @property
-    def replaced(self) -> bool:
-        return False
-
-    def welcome(self, host: Callable[[Stream], None]) -> None:
-        return  # threads do not join later
-
-    def visit(self, rank: int, incarnation: int) -> Stream:
-        raise ConnectionError("workers that are threads give each other nothing but exchanges")
-
-    @property
-    def one_sided(self) -> int:
-        return 0
-
-    @property
-    def reconnects(self) -> int:
-        return 0
 
 
 class _LocalConsensus(Consensus):

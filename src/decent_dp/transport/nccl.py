@@ -6,7 +6,6 @@ exchange id. Only compressions without hints are exchanged here, and no fault is
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -18,22 +17,10 @@ from decent_dp.transport.base import DeferredHandle, ExchangeId, ExchangeRequest
 from decent_dp.transport.rendezvous import Communicator
 from decent_dp.transport.streams import beside
 
-__all__ = ["AllReduceGroups", "Exchanges", "NcclPairs"]
+__all__ = ["AllReduceGroups", "NcclPairs"]
 
 
-class Exchanges(ABC):
-    """Starts exchanges of one kind."""
-
-    @abstractmethod
-    def bytes_sent(self, edge: Edge, request: ExchangeRequest) -> int:
-        """The bytes that this worker puts on the wire, without flags."""
-
-    @abstractmethod
-    def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
-        """``Transport.start``."""
-
-
-class NcclPairs(Exchanges):
+class NcclPairs:
     """Pairs of workers with a GPU each: both directions as one grouped call, launched from the training thread.
 
     Only the flags of a message are read on the CPU.
@@ -41,9 +28,6 @@ class NcclPairs(Exchanges):
 
     def __init__(self, communicator: Communicator, rank: int, explain: Explain) -> None:
         self._communicator, self._rank, self._explain = communicator, rank, explain
-
-    def bytes_sent(self, edge: Edge, request: ExchangeRequest) -> int:
-        return request.compression.payload(request.compression.chunks)
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         peer = next(rank for rank in edge.ranks if rank != self._rank)
@@ -62,19 +46,14 @@ class NcclPairs(Exchanges):
                 work, request, lambda: (request.compression.flag(request.sent), request.compression.flag(request.received))
             )
 
-        return DeferredHandle(finish, self.bytes_sent(edge, request))
+        return DeferredHandle(finish, request.compression.payload(request.compression.chunks))
 
 
-class AllReduceGroups(Exchanges):
+class AllReduceGroups:
     """Groups, without compression: an all-reduce in float32 at least, and one of the flags."""
 
     def __init__(self, communicator: Communicator, rank: int, explain: Explain) -> None:
         self._communicator, self._rank, self._explain = communicator, rank, explain
-
-    def bytes_sent(self, edge: Edge, request: ExchangeRequest) -> int:
-        # In a ring every worker sends 2 (m - 1)/m of the message, in the dtype of the sum.
-        compression, m = request.compression, len(edge.ranks)
-        return 2 * (m - 1) * (compression.nbytes // compression.dtype.itemsize) * compression.compute.itemsize // m
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         others, explain = sorted(set(edge.ranks) - {self._rank}), self._explain
@@ -100,7 +79,9 @@ class AllReduceGroups(Exchanges):
             request.compression.flag_view(request.received).copy_(flag)
             return _flags(of_flag, request, lambda: (request.compression.flag(request.sent), int(flag.sum())))
 
-        return DeferredHandle(finish, self.bytes_sent(edge, request))
+        # In a ring every worker sends 2 (m - 1)/m of the message, in the dtype of the sum.
+        numel, m = request.compression.nbytes // dtype.itemsize, len(edge.ranks)
+        return DeferredHandle(finish, 2 * (m - 1) * numel * compute.itemsize // m)
 
 
 def _encode(request: ExchangeRequest) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -31,19 +32,22 @@ class Stream(Protocol):
 
 
 class Neighbours(ABC):
-    """The workers that this one is connected to. Returned by ``Transport.tolerate``; no call waits for another worker."""
+    """The workers that this one is connected to. Returned by ``Transport.tolerate``; no call waits for another worker.
+
+    Without more, the others can neither be late nor come back: threads of one process only end.
+    """
 
     @abstractmethod
     def available(self, edge: Edge, exchange_id: ExchangeId) -> bool:
         """Whether this exchange can be started: the other worker gives signs of life, and has not left it out."""
 
-    @abstractmethod
     def has_dropped(self, others: Sequence[int], exchange_id: ExchangeId) -> bool:
         """Whether one of these workers leaves this exchange out."""
+        return False
 
-    @abstractmethod
     def skip(self, edge: Edge, exchange_id: ExchangeId) -> None:
         """Tells the other worker that this one leaves an exchange out, and all earlier ones of its bucket that are open."""
+        return
 
     @abstractmethod
     def fail(self, error: Exception) -> None:
@@ -58,18 +62,18 @@ class Neighbours(ABC):
     def announce(self, round_: int) -> None:
         """This worker is in a round; the others learn of it."""
 
-    @abstractmethod
     def round_of(self, rank: int) -> int:
         """The latest round in which a worker is known to be; -1 if nothing is known."""
+        return -1
 
     @abstractmethod
     def living(self) -> list[int]:
         """The workers that are connected and give signs of life."""
 
     @property
-    @abstractmethod
     def is_awake(self) -> bool:
         """False after a stop of this process that was long enough for its edges to become holes, until the others are heard."""
+        return True
 
     @abstractmethod
     def silent(self) -> list[int]:
@@ -87,18 +91,18 @@ class Neighbours(ABC):
     def left(self) -> list[int]:
         """Those of the lost ones that have said that they leave."""
 
-    @abstractmethod
     def paused(self) -> AbstractContextManager[None]:
         """Context manager in which this worker makes no rounds: none of its exchanges is to be waited for. It does not nest."""
+        return contextlib.nullcontext()
 
     @property
-    @abstractmethod
     def is_paused(self) -> bool:
         """Whether it is in ``paused()``."""
+        return False
 
-    @abstractmethod
     def begin(self, bucket: int) -> None:
         """Buckets from this number on are in use, and rounds may be earlier ones. Called by all workers together."""
+        return
 
     @property
     @abstractmethod
@@ -117,28 +121,27 @@ class Neighbours(ABC):
     def confine(self, last: int | None) -> None:
         """Exchanges of later rounds than this are left out; None: no longer."""
 
-    @abstractmethod
     def enter_epoch(self, number: int) -> None:
         """This worker knows an epoch; the others learn of it."""
+        return
 
-    @abstractmethod
     def newest_epoch(self) -> int:
         """The largest number of an epoch that a connected worker knows."""
+        return 0
 
-    @abstractmethod
     def renew(self, rank: int, incarnation: int, start: int) -> None:
         """Another process is this worker now; nothing, if it is this incarnation already.
 
         Args:
             start: its first round. In rounds before nobody meets it.
         """
+        return
 
     @property
-    @abstractmethod
     def replaced(self) -> bool:
         """Whether another process is known to be this worker now."""
+        return False
 
-    @abstractmethod
     def welcome(self, host: Callable[[Stream], None]) -> None:
         """Processes that want to join are accepted from now on.
 
@@ -146,8 +149,8 @@ class Neighbours(ABC):
             host: called with the connection to one, which has proved that it knows the run's secret, in a thread of its own.
                 It closes the connection.
         """
+        return
 
-    @abstractmethod
     def visit(self, rank: int, incarnation: int) -> Stream:
         """A connection to the ``host`` of another worker, which is the process of this incarnation. It blocks.
 
@@ -155,13 +158,14 @@ class Neighbours(ABC):
             ConnectionError: it cannot be reached, or nobody can join.
             TimeoutError: it does not answer.
         """
+        raise ConnectionError("workers of this kind give each other nothing but exchanges")
 
     @property
-    @abstractmethod
     def one_sided(self) -> int:
         """Exchanges that were dropped here, because the other worker counts as dead, and that it may have mixed."""
+        return 0
 
     @property
-    @abstractmethod
     def reconnects(self) -> int:
         """Connections that were made in place of lost ones."""
+        return 0

@@ -25,7 +25,7 @@ from decent_dp.transport.closed_group import close_default_group
 from decent_dp.transport.exchange import WireExchanges
 from decent_dp.transport.hello import Identity, password
 from decent_dp.transport.in_process import InProcessTransport
-from decent_dp.transport.nccl import AllReduceGroups, Exchanges, NcclPairs
+from decent_dp.transport.nccl import AllReduceGroups, NcclPairs
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.peer_errors import Notes, peer_error
 from decent_dp.transport.peers import Peers
@@ -243,7 +243,7 @@ class ProcessGroupTransport(Transport):
         shared = self._control_rendezvous
         if not shared.incarnation:  # a process that joins looks up those that it meets
             shared.look_up_addresses()
-        self._faults, self.neighbours = faults, self._exchanges.tolerate(faults.dead_after, shared.places)
+        self._faults, self.neighbours = faults, self._wire.tolerate(faults.dead_after, shared.places)
         # gloo names no rank, and cannot be left: a frozen worker would stop it until the timeout.
         self._communicators.pop("all", None)
         plane = self._wire.control_plane
@@ -285,7 +285,7 @@ class ProcessGroupTransport(Transport):
         self._connect_control(name, ranks)
         return Peers(self, ranks, lambda: self._control_of(name))
 
-    def choose(self, edge: Edge, request: ExchangeRequest) -> WireExchanges | Exchanges:
+    def choose(self, edge: Edge, request: ExchangeRequest) -> WireExchanges | NcclPairs | AllReduceGroups:
         """The way of a request, by its device, its compression and the size of its edge."""
         ranks = _members(edge)
         group = len(ranks) > 2

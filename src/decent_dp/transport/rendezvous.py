@@ -114,7 +114,7 @@ class Rendezvous:
         }
         try:
             check_pyzmq()
-            card["mac"] = run_secret().bind(_unbound(card))
+            card["mac"] = bind_to_secret(_unbound(card))
         except (ValueError, ImportError) as error:
             card["wrong"] = str(error)  # raised on all workers
         try:
@@ -148,7 +148,7 @@ class Rendezvous:
     @functools.cached_property
     def proof(self) -> bytes:
         """The secret with which workers prove that they are of this run: the token, and the user's secret if there is one."""
-        return bytes.fromhex(run_secret().bind(self.token.hex())) if run_secret().text else self.token
+        return bytes.fromhex(bind_to_secret(self.token.hex())) or self.token
 
     def bind(self, text: str) -> str:
         """Binds what is in the store to the run's secret."""
@@ -238,7 +238,7 @@ class Rendezvous:
             "dead_after": self.dead_after,
             "encrypt": self.encrypt,
         }
-        common["mac"] = run_secret().bind(_unbound(common))
+        common["mac"] = bind_to_secret(_unbound(common))
         own = json.dumps(self.addresses[self.rank])
         return {"run": json.dumps(common), address_key(self.rank, self.incarnation): own, **dict([self._key_record])}
 
@@ -273,18 +273,13 @@ class Rendezvous:
         return dist.ProcessGroupGloo.create_default_device()
 
 
-@dataclass(frozen=True)
-class RunSecret:
-    """A secret of the user's, known to the workers of a run alone; empty for none."""
-
-    text: bytes = field(repr=False)
-
-    def bind(self, text: str) -> str:
-        """Proves that this worker knows the secret; empty without one."""
-        return hmac.digest(self.text, b"decent_dp run " + text.encode(), "sha256").hex() if self.text else ""
+def bind_to_secret(text: str) -> str:
+    """Proves that this worker knows the user's secret; empty without one. Raises ValueError as ``run_secret`` does."""
+    secret = run_secret()
+    return hmac.digest(secret, b"decent_dp run " + text.encode(), "sha256").hex() if secret else ""
 
 
-def run_secret() -> RunSecret:
+def run_secret() -> bytes:
     """The secret in DECENT_DP_SECRET, or in the file that DECENT_DP_SECRET_FILE names.
 
     Raises:
@@ -292,7 +287,7 @@ def run_secret() -> RunSecret:
     """
     name = os.environ.get("DECENT_DP_SECRET_FILE", "")
     if not name:
-        return RunSecret(os.environ.get("DECENT_DP_SECRET", "").encode())
+        return os.environ.get("DECENT_DP_SECRET", "").encode()
     try:
         with open(name, "rb") as file:
             text = file.read().strip()
@@ -300,7 +295,7 @@ def run_secret() -> RunSecret:
         raise ValueError(f"DECENT_DP_SECRET_FILE={name} cannot be read: {error.strerror}") from error
     if not text:
         raise ValueError(f"DECENT_DP_SECRET_FILE={name} is empty: write a long random text to it")
-    return RunSecret(text)
+    return text
 
 
 def _check_cards(cards: Sequence[dict[str, Any]]) -> None:
@@ -335,7 +330,7 @@ def _unbound(entry: Mapping[str, Any]) -> str:
 
 def is_of_secret(entry: Mapping[str, Any]) -> bool:
     """Whether an entry, such as what all workers have in common (``records``), is of one that knows this worker's secret."""
-    return _are_equal(str(entry.get("mac", "")), run_secret().bind(_unbound(entry)))
+    return _are_equal(str(entry.get("mac", "")), bind_to_secret(_unbound(entry)))
 
 
 def _read_address(value: bytes, incarnation: int) -> dict[str, Any] | None:

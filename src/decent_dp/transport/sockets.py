@@ -277,19 +277,16 @@ class Sockets:
         self._made.append(made)
         return made
 
-    def close(self, made: Socket) -> None:
-        self._close([made])
-
     def close_all(self, *, flush: bool = False) -> None:
         """``flush``: others wait for what was sent last. libzmq does not say when the kernel has it."""
         if flush:
             time.sleep(_FLUSHED)
-        self._close(list(self._made))
+        self.close(*self._made)
         if self.authenticator is not None:
             self.authenticator.close()
         self._context.term()
 
-    def _close(self, closing: list[Socket]) -> None:
+    def close(self, *closing: Socket) -> None:
         """Ends the connections first: at one that the peer ends once its socket is closed, a heartbeat aborts the process."""
         until = time.monotonic() + _ENDED
         while sum(made.hang_up_all() for made in closing) and time.monotonic() < until:

@@ -29,8 +29,7 @@ from decent_dp.transport.mailbox import Mailbox
 from decent_dp.transport.messages import BYE, Header, pack
 from decent_dp.transport.neighbours import Stream
 from decent_dp.transport.peer_errors import SilentError
-from decent_dp.transport.polling import Polling
-from decent_dp.transport.reading import Reader
+from decent_dp.transport.polling import Polling, Reader
 from decent_dp.transport.repeats import Repeats
 from decent_dp.transport.sockets import SILENT, Curve, Socket, Sockets
 from decent_dp.transport.state_stream import StateStream
@@ -99,7 +98,7 @@ class Wire:
         self._dead_after = dead_after
         self._next_beat, self._woke = time.monotonic(), -math.inf
         self.stopped = 0.0  # seconds for which this process, or this thread, was stopped so far
-        self._neighbours: WireNeighbours | None = None
+        self.neighbours: WireNeighbours | None = None
         self._look_at = math.inf
         self._commands = Commands()
         self.mailbox = Mailbox(self.call)
@@ -179,7 +178,7 @@ class Wire:
                 opened.set_result(None)
 
         self.call(want)
-        if self._neighbours is not None:
+        if self.neighbours is not None:
             deadline = time.monotonic() + self._dead_after
             while wait and self._goes_first(peer) and self._view(peer) is View.UNKNOWN and time.monotonic() < deadline:
                 time.sleep(_LOOK / 10)
@@ -285,8 +284,8 @@ class Wire:
         self.control_plane.expand(places)
         self._dead_after = self._flow.dead_after = dead_after
         self.call(self._beat)  # it is more often from now on
-        self._neighbours = WireNeighbours(self, self._flow, self._identity.rank, dead_after)
-        return self._neighbours
+        self.neighbours = WireNeighbours(self, self._flow, self._identity.rank, dead_after)
+        return self.neighbours
 
     def call(self, command: Callable[[], None]) -> None:
         """Runs ``command`` in this thread.
@@ -430,7 +429,7 @@ class Wire:
             return View.UNKNOWN
         if link.silence(self.now()) >= self._dead_after:
             return View.LOST
-        if link.state is LinkState.OPEN and self._neighbours is not None and self._neighbours.patience(peer, 0.0) > 0:
+        if link.state is LinkState.OPEN and self.neighbours is not None and self.neighbours.patience(peer, 0.0) > 0:
             return View.LINKED
         return View.PENDING
 
@@ -536,12 +535,10 @@ class Wire:
                 link.control.send(pack(BYE))
 
     def _hear_bye(self, link: Link, channel: Channel, header: Header) -> None:
-        if header.flags == _ANSWER or self._closing is not None:
-            link.left = True
+        link.left = True
         if header.flags == _ANSWER:
             return
         channel.send(pack(BYE, flags=_ANSWER))
-        link.left = True
         for left in (link.control, link.bulk):
             if left is not None:
                 self._leaving[left] = time.monotonic() + _LINGER
