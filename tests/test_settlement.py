@@ -313,7 +313,10 @@ def run(seed: int, *, deaths: bool) -> tuple[int, int]:
     return apart, sum(verdict is Verdict.BOTH for verdict in world.ends[0].verdicts.values())
 
 
-@pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 6000), marks=pytest.mark.slow)], ids=["some", "many"])
+MANY = [pytest.param(range(first, first + 2000), marks=pytest.mark.slow) for first in (30, 2030, 4030)]
+
+
+@pytest.mark.parametrize("seeds", [range(30), *MANY], ids=["some", "30", "2030", "4030"])
 def test_both_mix_or_neither_whatever_the_network_does(seeds):
     mixed = 0
     for seed in seeds:
