@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses, peer_errors, rendezvous
@@ -21,6 +22,7 @@ from decent_dp.transport.hello import CONTROL, GUEST, REPLACED, VISIT, Dialled, 
 from decent_dp.transport.link import LinkState, Receiving, Sending
 from decent_dp.transport.messages import DATA, HELLO, OFFERS, START, Header, pack, unpack
 from decent_dp.transport.peer_errors import GreetingError
+from decent_dp.transport.sockets import Event
 from tests.test_transport import caught, exchanges, grouping, pairing, swap
 from tests.wires import SECRET, Net, make_doorman, receive
 
@@ -186,76 +188,51 @@ class Frame(bytes):
         return 5  # the descriptor
 
 
+class Door:
+    """A doorman and its listener, to which nothing is connected."""
+
+    curve = None
+
+    def __init__(self) -> None:
+        self.frames: list[Any] = []
+        self.sent: list[bytes] = []
+        self.pending: list[Event] = []
+        self.doorman = make_doorman(self.read_events)
+        self.zmq = SimpleNamespace(
+            closed=False,
+            get=lambda _: bool(self.frames),
+            recv=lambda *_, **__: self.frames.pop(0),
+            send=lambda part, *_, **__: self.sent.append(part),
+        )
+
+    def read_events(self, _: Any) -> None:
+        while self.pending:
+            self.doorman.on_event(self, self.pending.pop(0))  # type: ignore[arg-type]
+
+    def hear(self, step: int, body: bytes) -> None:
+        self.frames += [Frame(pack(HELLO, flags=step)), Frame(body)]
+        self.doorman.hear(self, b"id")  # type: ignore[arg-type]
+
+
 def test_a_connection_that_has_ended_is_not_let_in():
     """Its end would not be told again."""
-    import zmq
-
-    from decent_dp.transport.sockets import Event
-
-    class Listener:
-        """Hashable, as a socket is."""
-
-        curve = None
-
-    socket: Any = Listener()
-    pending = [Event(zmq.EVENT_ACCEPTED, 5)]
-
-    def read_events(_: Any) -> None:
-        while pending:
-            doorman.on_event(socket, pending.pop(0))
-
-    opened, sent, frames = list[Any](), list[bytes](), list[Any]()
-    doorman = make_doorman(read_events)
-    doorman._opened = lambda *found: opened.append(found)
-    socket.zmq = SimpleNamespace(
-        closed=False,
-        get=lambda _: bool(frames),
-        recv=lambda *_, **__: frames.pop(0),
-        send=lambda part, *_, **__: sent.append(part),
-    )
+    door, opened = Door(), list[Any]()
+    door.doorman._opened = lambda *found: opened.append(found)
+    door.pending = [Event(zmq.EVENT_ACCEPTED, 5)]
     dialled = Dialled(replace(DIALLER, rank=GUEST), SECRET, 0, VISIT, bytes(16), b"")
-    frames += [Frame(pack(HELLO, flags=1)), Frame(dialled.hello)]
-    doorman.hear(socket, b"id")
-    frames += [Frame(pack(HELLO, flags=3)), Frame(dialled.prove(sent[-1]))]
-    pending.append(Event(zmq.EVENT_DISCONNECTED, 5))
-    doorman.hear(socket, b"id")
+    door.hear(1, dialled.hello)
+    door.pending = [Event(zmq.EVENT_DISCONNECTED, 5)]
+    door.hear(3, dialled.prove(door.sent[-1]))
     assert opened == []
 
 
 def test_a_hello_is_judged_after_all_events_before_it():
     """The descriptor was a connection's that only looked whether anybody listens; the events of its end are not read yet."""
-    import zmq
-
-    from decent_dp.transport.sockets import Event
-
-    pending = [Event(zmq.EVENT_ACCEPTED, 5), Event(zmq.EVENT_DISCONNECTED, 5), Event(zmq.EVENT_ACCEPTED, 5)]
-
-    class Listener:
-        """Hashable, as a socket is."""
-
-        curve = None
-
-    socket: Any = Listener()
-
-    def read_events(_: Any) -> None:
-        while pending:
-            doorman.on_event(socket, pending.pop(0))
-
-    doorman = make_doorman(read_events)
-    dialled = Dialled(DIALLER, SECRET, 0, CONTROL, bytes(16), b"")
-    frames = [Frame(pack(HELLO, flags=1)), Frame(dialled.hello)]
-    sent: list[bytes] = []
-    stream = SimpleNamespace(
-        closed=False,
-        get=lambda _: bool(frames),
-        recv=lambda *_, **__: frames.pop(0),
-        send=lambda part, *_, **__: sent.append(part),
-    )
-    socket.zmq = stream
-    doorman.hear(socket, b"id")
-    read_events(None)
-    assert len(sent) == 3, "the hello is answered"
-    assert list(doorman._guests) == [b"id"], "the end of the connection before it does not end it"
+    door = Door()
+    door.pending = [Event(zmq.EVENT_ACCEPTED, 5), Event(zmq.EVENT_DISCONNECTED, 5), Event(zmq.EVENT_ACCEPTED, 5)]
+    door.hear(1, Dialled(DIALLER, SECRET, 0, CONTROL, bytes(16), b"").hello)
+    assert len(door.sent) == 3, "the hello is answered"
+    assert list(door.doorman._guests) == [b"id"], "the end of the connection before it does not end it"
 
 
 # -- connections that cannot be made ----------------------------------------------------------------------------------------

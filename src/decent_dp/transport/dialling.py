@@ -115,9 +115,6 @@ class Dialler:
         goes_first: whether this worker dials another one at once.
         on_error: ends this worker with an error of another thread.
         refused: where faults are not tolerated: called with a peer that cannot be reached, and the error.
-
-    Attributes:
-        replaced: another process is this worker by now.
     """
 
     def __init__(
@@ -139,7 +136,6 @@ class Dialler:
         self._identity, self._secret, self._curve = identity, secret, curve
         self._find, self._call, self._timeout = find, call, timeout
         self._goes_first, self._on_error, self._refused = goes_first, on_error, refused
-        self.replaced = False
         # When each peer is dialled next; infinite while it is being dialled.
         self._due: dict[int, float] = {}
         self._pauses: dict[int, float] = {}
@@ -320,7 +316,7 @@ class Dialler:
 
     def _failed(self, peer: int, error: Exception) -> None:
         link = self._flow.link(peer)
-        self.replaced |= isinstance(error, ReplacedError)
+        self._flow.replaced |= isinstance(error, ReplacedError)
         _log.debug("worker %d cannot be reached: %s", peer, error)
         self._try_again(peer)
         if link.state is LinkState.OPEN or isinstance(error, CrossingError):

@@ -96,7 +96,8 @@ class WireExchanges:
             if staging is None:
                 exchange.encoded(request.compression.nbytes)
             else:
-                self._send_staged(staging, request, exchange.encoded, handle)
+                staging.send(self._waiter, exchange.encoded, lambda error: handle.fail(-1, error))
+                self._copied[request.exchange_id.bucket] = staging.copied
 
         def encode(rest: Iterator[None]) -> bool:
             """Codes the next stride; False when all is coded, or nobody waits for it any more."""
@@ -153,12 +154,6 @@ class WireExchanges:
 
         handle.land, handle.finish = staging.land, finish
         return staging
-
-    def _send_staged(
-        self, staging: Staging, request: ExchangeRequest, encoded: Callable[[int], None], handle: WireHandle
-    ) -> None:
-        staging.send(self._waiter, encoded, lambda error: handle.fail(-1, error))
-        self._copied[request.exchange_id.bucket] = staging.copied
 
     def _encode_in_turn(self, encode: Callable[[], bool]) -> None:
         """Codes one message after the other, and lets messages move between two strides."""

@@ -78,6 +78,7 @@ class Flow:
         paused: this worker makes no rounds at present.
         epoch: the number of the newest one that this worker knows.
         reconnects: connections that were made in place of lost ones.
+        replaced: another process is this worker by now.
         dropped: messages that came and were not asked for.
         settlement: of the exchanges with verdicts.
     """
@@ -99,6 +100,7 @@ class Flow:
         self.dead_after: float | None = None
         self.round, self.first_bucket, self.paused, self.epoch = -1, 0, False, 0
         self.reconnects = self.dropped = 0
+        self.replaced = False
         self.settlement = Settlement(self)
 
     @property

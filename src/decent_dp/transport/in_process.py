@@ -201,18 +201,14 @@ class InProcessTransport(Transport):
                 for message, other in zip(request.received.tensor_split(len(others)), others, strict=True):
                     message.copy_(other)
             else:
-                self._reduce(request, ranks, found)
+                for number, chunk in enumerate(request.compression.chunks):  # as the roots would if all were on one node
+                    messages = [found[rank][chunk.start : chunk.stop] for rank in ranks]
+                    mean = request.received[chunk.start : chunk.stop]
+                    request.reduce(number, messages, [1] * len(ranks), mean, 0)
             written(request.received)()  # the memory of the copies may be reused by another stream
 
         handle = DeferredHandle(finish, request.compression.payload(request.compression.chunks) * (len(ranks) - 1))
         return handle
-
-    def _reduce(self, request: ExchangeRequest, ranks: tuple[int, ...], found: dict[int, Tensor]) -> None:
-        """Reduces as the roots of the trees would if all workers were on one node."""
-        for number, chunk in enumerate(request.compression.chunks):
-            there = slice(chunk.start, chunk.stop)
-            messages = [found[rank][there] for rank in ranks]
-            request.reduce(number, messages, [1] * len(ranks), request.received[there], 0)
 
 
 class _LocalNeighbours(Neighbours):

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from decent_dp.topo import Edge
@@ -79,10 +80,7 @@ class WireNeighbours(Neighbours):
 
     def skip(self, edge: Edge, exchange_id: ExchangeId) -> None:
         for peer in self._others(edge):
-            self._wire.call(lambda peer=peer: self._skip(peer, exchange_id))  # type: ignore[misc]
-
-    def _skip(self, peer: int, exchange_id: ExchangeId) -> None:
-        self._flow.settlement.skip(peer, exchange_id.round, exchange_id.bucket)
+            self._wire.call(partial(self._flow.settlement.skip, peer, exchange_id.round, exchange_id.bucket))
 
     def fail(self, error: Exception) -> None:
         self._wire.fail(error)
@@ -175,7 +173,7 @@ class WireNeighbours(Neighbours):
 
     @property
     def replaced(self) -> bool:
-        return self._wire.replaced
+        return self._flow.replaced
 
     def welcome(self, host: Callable[[Stream], None]) -> None:
         self._wire.on_guest = host

@@ -226,11 +226,6 @@ class Wire:
         stream = self._polling.streams[channel] = StateStream(channel, self.call, self._polling.hang_up)
         return stream
 
-    @property
-    def replaced(self) -> bool:
-        """Whether another process is this worker now."""
-        return self._dialler.replaced
-
     def send(self, sending: Sending) -> None:
         self.call(lambda: self._flow.add_sending(sending))
 
