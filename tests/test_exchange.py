@@ -334,6 +334,19 @@ def test_an_error_of_this_workers_own_is_not_that_of_a_peer():
         handle.wait()
 
 
+def test_a_sum_that_cannot_be_made_is_an_error_of_this_workers_own():
+    failed: list[Any] = []
+    reduction: Any = groups._ChunkReduction.__new__(groups._ChunkReduction)
+    reduction._group = SimpleNamespace(handle=SimpleNamespace(fail=lambda peer, error: failed.append((peer, error))))
+    error = PermissionError("cache")
+
+    def reduce() -> None:
+        raise error
+
+    reduction._run(reduce)
+    assert failed == [(-1, error)]
+
+
 def test_what_comes_after_a_failed_wait_does_not_land():
     """It could get into the messages of a later exchange."""
     handle, calls = handle_that_lands(0.01)

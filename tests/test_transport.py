@@ -670,13 +670,15 @@ def test_a_silent_thread():
 
 def test_two_transports_of_one_hub_do_not_meet():
     def work(transport: InProcessTransport) -> Any:
-        second, edge = transport._hub.transport(transport.rank), Edge([0, 1], 0.5)
-        if transport.rank:  # whoever comes late must not find what is of the other transport
-            time.sleep(0.05)
-        gathered = [each.control.gather(f"{name}{each.rank}") for name, each in (("a", transport), ("b", second))]
-        return gathered, [swap(each, edge, ExchangeId(0, 0)) is None for each in (transport, second)]
+        both = [transport, transport._hub.transport(transport.rank)]
+        own = [request(torch.full((3,), 10.0 * i + transport.rank), transport.rank, ExchangeId(0, 0)) for i in range(2)]
+        for handle in [each.start(Edge([0, 1], 0.5), mine) for each, mine in zip(both, own, strict=True)]:
+            handle.wait()
+        gathered = [each.control.gather(f"{i}{each.rank}") for i, each in enumerate(both)]
+        return gathered, [came(mine)[0].item() for mine in own]
 
-    assert [found[0] for found in run_replicas(2, work)] == [[["a0", "a1"], ["b0", "b1"]]] * 2
+    found = run_replicas(2, work, timeout=5.0)
+    assert found == [([["00", "01"], ["10", "11"]], [1.0, 11.0]), ([["00", "01"], ["10", "11"]], [0.0, 10.0])]
 
 
 def test_payloads_of_two_lengths_in_process():
