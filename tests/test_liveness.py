@@ -93,6 +93,13 @@ def test_a_process_that_has_ended_is_a_hole_at_once(make, near):
         assert not two.known.available(EDGE, EXCHANGE)
 
 
+def test_who_was_replaced_learns_it_when_it_connects_again(make):
+    two = make()
+    assert not two.theirs.replaced
+    two.known.renew(1, 1, 5)  # another process is worker 1 for worker 0
+    wait_for(lambda: two.theirs.replaced)
+
+
 @pytest.mark.parametrize("listens", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_process_that_has_ended_elsewhere_counts_as_dead_sooner(make, listens):
     """After 0.3 of ``dead_after``, if nobody listens at its address."""
