@@ -367,7 +367,7 @@ def test_the_address_for_others_is_not_loopback_if_another_exists(monkeypatch, m
 def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sockets]:
     for name in ("GLOO_SOCKET_IFNAME", "DECENT_DP_INTERFACE", "DECENT_DP_PORTS", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
-    made = Sockets(10.0, b"", breaks=False)
+    made = Sockets(10.0, b"")
     yield made
     made.close_all()
 

@@ -24,6 +24,7 @@ from decent_dp.transport import ExchangeId
 from decent_dp.transport import survivors as survivors_module
 from decent_dp.transport.courier import Courier
 from decent_dp.transport.link import LinkState
+from decent_dp.transport.liveness import WireNeighbours
 from decent_dp.transport.messages import AGREEMENT
 from decent_dp.transport.peer_errors import UnreachableError
 from decent_dp.transport.survivors import SurvivorControl, spanning_tree
@@ -48,9 +49,7 @@ class Company:
     """
 
     def __init__(self, n: int, links: Sequence[tuple[int, int]], timeout: float = 20.0, *, near: bool = True) -> None:
-        self.net = Net(n, near=near, size=n, dead_after=DEAD_AFTER, breaks=True)
-        for wire in self.net.wires:
-            wire.tolerate(DEAD_AFTER)
+        self.net = Net(n, near=near, size=n, dead_after=DEAD_AFTER)
         for a, b in links:
             self.net.wires[min(a, b)].connect(max(a, b))
         nodes = [f"node {rank // 2}" for rank in range(n)]
@@ -157,11 +156,11 @@ def test_one_that_does_not_dial_is_dialled(make):
     company = make(2, [])
     low, high = company.wire(0), company.wire(1)
     company.net.unreachable[0] = UnreachableError("there", "timed out")
-    high.want(0)
-    wait_for(lambda: high._flow.link(0).state is LinkState.BROKEN)
-    assert low._flow.links.get(1) is None
+    high.connect(0)
+    wait_for(lambda: high.flow.link(0).state is LinkState.BROKEN)
+    assert low.flow.links.get(1) is None
     company.net.unreachable.clear()
-    wait_for(lambda: low.neighbours.living() == [1] and high.neighbours.living() == [0])
+    wait_for(lambda: {wire.flow.link(1 - rank).state for rank, wire in enumerate((low, high))} == {LinkState.OPEN})
 
 
 DEATHS = [
@@ -304,7 +303,7 @@ def test_a_connection_that_breaks_is_made_again(make, near):
         chosen = random.Random(0)
         while not stop.wait(0.03):
             rank = chosen.randrange(4)
-            for connection in list(company.wire(rank)._flow.links.values()):
+            for connection in list(company.wire(rank).flow.links.values()):
                 with contextlib.suppress(OSError, AttributeError):
                     connection.socket.shutdown(2)  # type: ignore[union-attr]
 
@@ -487,7 +486,7 @@ def test_a_worker_that_wakes_within_a_call_does_not_stop_it(make, comes):
         if rank == 2:
             return found
         time.sleep(DEAD_AFTER)
-        wait_for(lambda: company.wire(rank)._flow.link(2).state is LinkState.OPEN)
+        wait_for(lambda: company.wire(rank).flow.link(2).state is LinkState.OPEN)
         began = time.monotonic()
         found += control.gather("more")
         assert time.monotonic() - began < SOON
@@ -524,7 +523,7 @@ def test_nobody_meets_a_process_that_joins_before_its_first_round(make):
     company = make(2, ring(2))
     company.run(lambda rank, control: control.gather(rank))
     wire, edge = company.wire(0), Edge([0, 1], 0.5)
-    neighbours, link = wire.neighbours, wire._flow.link(1)
+    neighbours, link = WireNeighbours(wire, 0, DEAD_AFTER, 60.0), wire.flow.link(1)
     link.start, link.round = 50, 51
     for round_, meets in ((10, False), (49, False), (50, True)):
         neighbours.announce(round_)
@@ -551,7 +550,7 @@ def test_a_message_that_is_none_costs_its_connection_only(make):
     company = make(3, ring(3))
     company.run(lambda rank, control: control.gather(rank))
     company.wire(1).call(
-        lambda: company.wire(1)._flow.send_note(0, (0, AGREEMENT, 0), b'["x",[[1,1,"x",["a"],"0","0"]],null,0]')
+        lambda: company.wire(1).flow.send_note(0, (0, AGREEMENT, 0), b'["x",[[1,1,"x",["a"],"0","0"]],null,0]')
     )
     deadline = time.monotonic() + 5
     while company.wire(0).lost() != [1]:

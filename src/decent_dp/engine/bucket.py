@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -15,9 +15,9 @@ from decent_dp.engine.layout import FlatBuffer
 from decent_dp.rules import Gossip, Round, Rule
 from decent_dp.rules.base import apply_rule, group_scale, mixing_rate
 from decent_dp.topo import Edge, Topology
-from decent_dp.transport import Handle, Verdict
+from decent_dp.transport import Handle
 
-__all__ = ["Bucket", "Edit", "Held", "InFlight"]
+__all__ = ["Bucket", "Edit", "InFlight"]
 
 # Called with the weighted sum over the other members of an edge, one tensor per parameter in its shape; may change it in place.
 Edit: TypeAlias = Callable[[Edge, list[Tensor]], None]
@@ -54,15 +54,6 @@ class InFlight:
         return over or Topology.mixes(topology, round_)
 
 
-@dataclass
-class Held:
-    """The difference of an exchange whose verdict is not known yet, one tensor per ``compression.tensors``."""
-
-    handle: Handle
-    difference: list[Tensor]
-    waited: bool = False  # a call has waited for the verdict, and need not again
-
-
 class Bucket:
     """Tensors of one dtype and device that are exchanged together.
 
@@ -72,7 +63,6 @@ class Bucket:
 
     Attributes:
         in_flight: the exchange that was started, or the round that this worker sits out; None before the first round.
-        held: differences that are added late, or never (``Held``).
         stale: names of tensors whose values were replaced, so that the difference in flight does not belong to them.
     """
 
@@ -88,7 +78,6 @@ class Bucket:
             tensors = [FlatTensor(slots[0].index, plan.numel)]
         self.compression = compression(tensors, plan.dtype, plan.device)
         self.in_flight: InFlight | None = None
-        self.held: list[Held] = []
         self.stale: set[str] = set()
         # Names of stale tensors whose rule's state still belongs to the old values.
         self._outdated: set[str] = set()
@@ -146,38 +135,6 @@ class Bucket:
         for block, difference, unit in self.compression.differences(*self.messages):
             state = {key: part_of(tensor, block) for key, tensor in self.states[block.tensor].items()}
             apply_rule(self.rule, part_of(values[block.tensor], block), state, difference, rate * unit, round)
-
-    def hold(self, in_flight: InFlight, factor: float) -> None:
-        """Keeps the difference of a received message until it is known whether the other worker mixes, too."""
-        assert in_flight.handle is not None
-        rate = mixing_rate(in_flight.edge, factor)
-        kept = [torch.zeros(len(value), dtype=self.compression.compute, device=value.device) for value in self.values]
-        for block, difference, unit in self.compression.differences(*self.messages):
-            if difference is not None:
-                part_of(kept[block.tensor], block).copy_(difference).mul_(rate * unit)
-        self.held.append(Held(in_flight.handle, kept))
-        self._clear(kept, self.stale)
-
-    @torch.no_grad()
-    def settle_held(self) -> tuple[int, int]:
-        """Adds the differences that both ends mix, and forgets those that none does; returns the numbers of both.
-
-        A late difference is added to the values as they are now, whatever the rule: so the mean stays where it was.
-        """
-        verdicts = [(held, held.handle.verdict) for held in self.held]
-        mixed = [held for held, verdict in verdicts if verdict is Verdict.BOTH]
-        for held in mixed:
-            for value, difference in zip(self.values, held.difference, strict=True):
-                value.add_(difference)
-            self.buffer.written()
-        self.held = [held for held, verdict in verdicts if verdict is Verdict.OPEN]
-        return len(mixed), len(verdicts) - len(mixed) - len(self.held)
-
-    def _clear(self, tensors: Sequence[Tensor], names: set[str]) -> None:
-        """Sets the elements of these parameters to zero; ``tensors``: one per ``compression.tensors``."""
-        for name, part in self._parts(tensors) if names else ():
-            if name in names:
-                part.zero_()
 
     def mix_nothing(self, round: Round) -> None:
         """Notifies the rule of a round in which nothing arrived."""
@@ -237,8 +194,6 @@ class Bucket:
         """Notes that the values of these tensors are replaced."""
         self.stale |= names
         self._outdated |= names
-        for held in self.held:
-            self._clear(held.difference, names)
 
     @torch.no_grad()
     def renew(self) -> None:
@@ -257,14 +212,6 @@ class Bucket:
         for slot in self.buffer.plan.slots:
             there = slice(slot.offset, slot.offset + slot.spec.numel)
             yield slot.spec.name, self.values[0][there], {key: tensor[there] for key, tensor in self.states[0].items()}
-
-    def _parts(self, tensors: Sequence[Tensor]) -> Iterable[tuple[str, Tensor]]:
-        """Yields (name, 1-D view) of each parameter in ``tensors``, one per ``compression.tensors``."""
-        if self.buffer.flat is None or self.compression.by_parameter:
-            yield from zip(self.buffer.names, tensors, strict=True)
-            return
-        for slot in self.buffer.plan.slots:
-            yield slot.spec.name, tensors[0][slot.offset : slot.offset + slot.spec.numel]
 
     # -- saving and resuming -----------------------------------------------------------------------------
 

@@ -34,8 +34,6 @@ _log = logging.getLogger(__name__)
 _REJECTED_ROUNDS = 10
 # Rounds that are left out one by one, at most; of earlier ones only the number is kept.
 _MOST_MISSED = 1000
-# Seconds between two looks whether a verdict has come.
-_LOOK = 0.001
 
 
 class Engine:
@@ -56,8 +54,6 @@ class Engine:
         waited: seconds that the calling thread has waited for exchanges.
         nonfinite: the number of rounds that this worker sat out because of non-finite values.
         holes: the number of exchanges of single buckets that were left out, because the other worker was gone or silent.
-        late: the number of exchanges of single buckets that were mixed after their round, as the vote of the other worker came
-            late.
         nonfinite_in: the last round in which this replica was not finite; -1 if it never was.
         started: the last round in which these buckets have started an exchange or sat out; None before the first.
     """
@@ -71,7 +67,7 @@ class Engine:
         neighbours: Neighbours | None = None,
     ) -> None:
         self._neighbours = neighbours
-        self.holes = self.late = 0
+        self.holes = 0
         self.nonfinite_in = -1
         self._transport, self.topology = transport, topology
         self.rule, self._compression = rule, compression
@@ -192,8 +188,7 @@ class Engine:
             return Outcome("lost", error)
         finally:
             self.waited += time.perf_counter() - before
-        verdict = in_flight.handle.verdict
-        if verdict is Verdict.NEITHER:
+        if in_flight.handle.verdict is Verdict.NEITHER:
             self.holes += 1
             bucket.mix_nothing(in_flight.round)
             return SAT_OUT
@@ -209,10 +204,6 @@ class Engine:
         if unmixable is not None:
             bucket.mix_nothing(in_flight.round)
             return unmixable
-        if verdict is Verdict.OPEN:
-            bucket.hold(in_flight, self.factor)
-            bucket.mix_nothing(in_flight.round)
-            return SAT_OUT
         with record_function("decent_dp.mix"):
             bucket.mix(in_flight, self.factor, edit)
         if bucket.compression.rejected and not self._warned_of_rejections:
@@ -244,7 +235,6 @@ class Engine:
         self.started = self.round
         if self._neighbours is not None:
             self._neighbours.announce(self.round)
-            self._settle_held(bucket)
         if not Topology.mixes(bucket.topology, self.round):
             return
         assert bucket.in_flight is None, "an exchange is started when the one before is finished"
@@ -259,35 +249,6 @@ class Engine:
         moves = edit is not None and bucket.compression.needs_hints
         near = [value.clone() for value in proposal] if moves else proposal
         self._send(bucket, round_, edge, proposal, hint, near, hole=hole)
-
-    def settle(self, *, in_flight: bool, seconds: float) -> None:
-        """Before the replica is observed by all: adds the differences that the other end has mixed, or will.
-
-        Args:
-            in_flight: whether the exchanges in flight are finished, too.
-            seconds: the longest wait for verdicts.
-        """
-        if in_flight:
-            for bucket in self.buckets:
-                self.finish(bucket)
-        deadline = time.monotonic() + seconds
-        while True:
-            for bucket in self.buckets:
-                self._settle_held(bucket)
-            waiting = [held for bucket in self.buckets for held in bucket.held if not held.waited]
-            if waiting and time.monotonic() >= deadline:
-                _log.warning("%d exchanges are in doubt still: this call may include one half of them", len(waiting))
-                for held in waiting:
-                    held.waited = True
-            if not waiting or time.monotonic() >= deadline:
-                return
-            time.sleep(_LOOK)
-
-    def _settle_held(self, bucket: Bucket) -> None:
-        if bucket.held:
-            mixed, dropped = bucket.settle_held()
-            self.late += mixed
-            self.holes += dropped
 
     def _leaves_out(self, bucket: Bucket, edge: Edge) -> bool:
         """Whether the exchange of this round is left out, because the other worker is gone or silent; tells it so."""

@@ -457,9 +457,10 @@ class Replica(ABC):
             # Those that were silent or late for a while are in other rounds, with as many updates.
             engine.go_to(max(rounds))
             if self.mean.backup is None:
-                # A worker in a later round may have mixed what is in flight here.
                 self.rebind()
-                engine.settle(in_flight=min(rounds) < max(rounds), seconds=0.3 * self.company.faults.dead_after)
+                if min(rounds) < max(rounds):  # a worker in a later round may have mixed what is in flight here
+                    for bucket in engine.buckets:
+                        engine.finish(bucket)
 
     def close(self) -> None:
         """Waits for the exchange in flight, drops it, and releases the connections; parameters stay as they are.

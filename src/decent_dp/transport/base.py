@@ -107,7 +107,6 @@ class Verdict(enum.Enum):
 
     BOTH = "all members mix it"
     NEITHER = "no member mixes it: one is gone or silent, or leaves it out"
-    OPEN = "this worker has the other's message, and does not know whether the other has this worker's"
 
 
 class Handle(ABC):
@@ -115,7 +114,7 @@ class Handle(ABC):
 
     Attributes:
         bytes_sent: the bytes that this worker puts on the wire for it, without flags.
-        verdict: after ``wait``. It is BOTH unless faults are tolerated (``Transport.tolerate``); OPEN may change later.
+        verdict: after ``wait``. It is BOTH unless faults are tolerated (``Transport.tolerate``).
         flags: after ``wait``, ``Compression.flag`` of the message sent and the largest of those received, if the transport
             knows them. On a GPU that costs less than to read them from the messages. None: read those.
     """
@@ -221,7 +220,8 @@ class Transport(ABC):
         The others get the request's hint. It is encoded, perhaps by another thread, as soon as theirs are there. After the
         handle's ``wait``, ``received`` holds the other's message on an edge of two, and on a larger one the message of the mean
         of all members, or the messages of all others if the compression ``gathers``. Until then both messages belong to the
-        transport. Every member starts its exchanges in the same order of (round, bucket), with messages of one length.
+        transport. Every member starts its exchanges in the same order of (round, bucket), with messages of one length. One
+        of a bucket begins when the one before has been waited for, and has a larger round.
         """
 
     @abstractmethod

@@ -68,7 +68,6 @@ class NewcomerTransport(ProcessGroupTransport):
         self._members.enter(calls, first)
         for rank, incarnation in incarnations.items():
             self._wire.renew(rank, incarnation)
-            self._wire.want(rank)
         deadline = time.monotonic() + self._faults.dead_after / 2
         while set(incarnations) - {*self.neighbours.living(), *self.neighbours.lost()} and time.monotonic() < deadline:
             time.sleep(_LOOK)

@@ -25,6 +25,7 @@ from decent_dp.transport.closed_group import close_default_group
 from decent_dp.transport.exchange import WireExchanges
 from decent_dp.transport.hello import Identity, password
 from decent_dp.transport.in_process import InProcessTransport
+from decent_dp.transport.liveness import WireNeighbours
 from decent_dp.transport.nccl import AllReduceGroups, NcclPairs
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.peer_errors import Notes, peer_error
@@ -173,8 +174,7 @@ class ProcessGroupTransport(Transport):
         sockets, listeners, dead_after = None, list[Socket](), 0.0
         try:
             dead_after = shared.dead_after or default_dead_after()
-            breaks = shared.dead_after is not None
-            sockets = Sockets(dead_after, password(shared.proof), breaks=breaks, io_threads=_io_threads())
+            sockets = Sockets(dead_after, password(shared.proof), io_threads=_io_threads())
             listeners = listen(shared, sockets)
         except (RuntimeError, ValueError, OSError, ZMQError) as found:
             error = str(found)
@@ -204,6 +204,7 @@ class ProcessGroupTransport(Transport):
             lambda key: shared.knows(key, _LOOK_UP),
             self.timeout,
             dead_after,
+            shared.places,
         )
         self._exchanges = WireExchanges(self._wire, shared.rank, shared.node_of, self._waiter, self.timeout, self._explain)
 
@@ -229,8 +230,7 @@ class ProcessGroupTransport(Transport):
         return self._wire.lost() if self.neighbours is None else self.neighbours.lost()
 
     def prepare(self, edges: list[Edge]) -> None:
-        for t, edge in enumerate(edges):
-            self._exchanges.connect(edge, ExchangeId(t, 0), ahead=True)
+        self._exchanges.connect(edges)
 
     @property
     def _dial_seconds(self) -> float:
@@ -243,7 +243,8 @@ class ProcessGroupTransport(Transport):
         shared = self._control_rendezvous
         if not shared.incarnation:  # a process that joins looks up those that it meets
             shared.look_up_addresses()
-        self._faults, self.neighbours = faults, self._wire.tolerate(faults.dead_after, shared.places)
+        self._faults = faults
+        self.neighbours = self._exchanges.policy = WireNeighbours(self._wire, self.rank, faults.dead_after, self.timeout)
         # gloo names no rank, and cannot be left: a frozen worker would stop it until the timeout.
         self._communicators.pop("all", None)
         plane = self._wire.control_plane
