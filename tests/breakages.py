@@ -83,8 +83,8 @@ BREAKAGES = [
     Breakage(
         "an exchange counts as complete before its last message has come",
         "transport/handles.py",
-        "        if not self._messages_left:\n            self._complete()",
-        "        if self._messages_left <= 1:\n            self._complete()",
+        "        if self._left:\n            return\n        self._read.set()",
+        "        if self._left > 1:\n            return\n        self._read.set()",
     ),
     Breakage(
         "a lost peer is taken for one that sat out",

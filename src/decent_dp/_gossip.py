@@ -262,7 +262,7 @@ class Gossip(Replica):
         with self.faults(), torch.inference_mode(False):
             self.parameters.check_unchanged()
             self._check_groups()
-            self.begin_round(active=step)
+            self.begin_round()
             for bucket in engine.buckets:
                 if self.settings.overlap:
                     engine.finish_due(bucket).raise_if_failed()

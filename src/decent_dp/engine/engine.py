@@ -150,8 +150,7 @@ class Engine:
         self._nonfinite.clear()  # ids may be used again
         self._gone += len(self.buckets)
         self.buckets, self.started = buckets, None
-        if self._neighbours is not None:
-            self._neighbours.begin(self._gone)
+        self._transport.begin(self._gone)
 
     # -- a round ------------------------------------------------------------------------------------------------------
 

@@ -206,7 +206,7 @@ class Host(Listener):
             raise
         _log.info("worker %d has joined, in epoch %d", rank, epoch.number)
         calls, bucket = self._replica.everyone.control.calls, self._replica.engine.first_bucket
-        answer = {"calls": calls, "joins": company.joins, "first_bucket": bucket}
+        answer = {"calls": calls, "joins": self._replica.joins, "first_bucket": bucket}
         say(stream, {"epoch": epoch.number, "text": epoch.text, **answer})
 
 

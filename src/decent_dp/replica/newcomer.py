@@ -104,7 +104,7 @@ class _Newcomer:
         if answer["first_bucket"] != replica.engine.first_bucket:  # the others have loaded another state in the meantime
             self.fetch()
         fetched = replica.engine.round
-        company.enter(epoch, answer["joins"])
+        company.enter(epoch)
         others = {rank: epoch.incarnations.get(rank, 0) for rank in epoch.members if rank != own}
         first = max(epoch.start, fetched)
         with company.neighbours.paused():

@@ -12,7 +12,6 @@ import math
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.util import Finalize
 from typing import Any, ClassVar
@@ -39,15 +38,13 @@ from decent_dp.replica.registry import register
 from decent_dp.replica.shutdown import passing_error, shut_down
 from decent_dp.replica.statistics import Statistics, tell_drifts, tell_replicas
 from decent_dp.replica.stats import Stats
+from decent_dp.replica.uneven import finish_together
 from decent_dp.topo.epochs import EpochTopology
-from decent_dp.transport import Handle, NewcomerTransport, Transport
+from decent_dp.transport import NewcomerTransport, Transport
 
 __all__ = ["Listener", "Replica"]
 
 _log = logging.getLogger(__name__)
-
-# The largest number of join's flags in flight, which bounds how far a worker can run ahead of the slowest one.
-_FLAGS_IN_FLIGHT = 32
 
 
 class Listener:
@@ -87,7 +84,7 @@ class Replica(ABC):
         cadence: in which rounds calls of all workers are due.
         scaler: the GradScaler of its loss, or None.
         steps: optimizer steps taken.
-        joining: whether it is inside ``join``, where every round tells the others that this worker is active.
+        joining: whether it is inside ``join``. ``joins``: how often all workers have left it.
         closed: whether rounds are over.
         superseded: whether it was closed because a newer replica took the model over.
         company: the other workers, where faults are tolerated.
@@ -131,7 +128,7 @@ class Replica(ABC):
         self.closed, self._handled = False, id(sys.exc_info()[1])
         self.superseded = False
         self._on_cuda = any(param.is_cuda for param in self.parameters.params)
-        self._flags: deque[Handle] = deque()
+        self.joins = 0
         self._fault: BaseException | None = None
         self._module_hooks = ModuleHooks(model, self)
         register(self)
@@ -180,13 +177,9 @@ class Replica(ABC):
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
-    def begin_round(self, *, active: bool = True) -> None:
-        """Called before any bucket is used. ``active``: this worker has not run out of data."""
-        if self.joining and active and self.company is None:
-            # The first collective of the round, because workers that have run out wait for it.
-            self._flags.append(self.transport.control.mean(torch.ones(1, dtype=torch.float32, device="cpu")))
-            if len(self._flags) > _FLAGS_IN_FLIGHT:
-                self._flags.popleft().wait()
+    def begin_round(self) -> None:
+        """Called before any bucket is used."""
+        self.everyone.announce(self.engine.round)
         if self.mean.backup is not None:  # this round makes the mean the replica's own values
             self.invalidate()
         self.rebind()
@@ -298,24 +291,18 @@ class Replica(ABC):
         try:
             yield
             self.apply_pending()
-            if self.company is not None:
-                self.company.join(self.engine, self.mix_only, self._tell_boundary)
-            while self.company is None and self._anybody_active():
-                self.mix_only()
+            finish_together(self.everyone, self.engine, self.joins, self.mix_only, self._between_looks)
+            self.joins += 1
         except Exception as error:
             self.everyone.report(f"{type(error).__name__} in round {self.engine.round}: {error}")
             raise
         finally:
             self.joining = False
 
-    def _anybody_active(self) -> bool:
-        """Called by a worker that has run out: whether another worker makes the next round."""
-        flag = torch.zeros(1, dtype=torch.float32, device="cpu")
-        self.transport.control.mean(flag).wait()
-        # Flags are summed in order, so all flags of this worker have been summed too.
-        while self._flags:
-            self._flags.popleft().wait()
-        return bool(flag.item() > 0)
+    def _between_looks(self) -> None:
+        if self.company is not None:
+            self.company.look(self.engine.round)
+        self._tell_boundary()
 
     @property
     def roster(self) -> Roster:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -214,6 +215,28 @@ class Transport(ABC):
     def control(self) -> Control: ...
 
     @abstractmethod
+    def agree(self, name: str, text: str, what: str = "", *, asks: bool = False) -> Future[Mapping[int, str]]:
+        """Contributes to an agreement: each worker contributes a text, and all get the same texts. Any thread may call it.
+
+        Args:
+            name: a kind, a slash, and a number that grows; the same on all workers.
+            what: needs the agreement, for errors.
+            asks: the others are to learn of it at once (``is_asked``).
+
+        Returns:
+            The texts by rank, in ascending order. With ``tolerate`` of all that live; without this worker's if the others have
+            taken it for gone. Else it fails with a PeerLostError, on all workers, if one is gone.
+        """
+
+    @abstractmethod
+    def is_asked(self, name: str) -> bool:
+        """Whether another worker wants all to contribute to an agreement at once."""
+
+    @abstractmethod
+    def missing(self, name: str) -> list[int]:
+        """The workers that an agreement waits for, as far as this one knows."""
+
+    @abstractmethod
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         """Begins the exchange of this worker with the others of ``edge`` (at least two ranks), beside the computation.
 
@@ -228,6 +251,18 @@ class Transport(ABC):
     def lost(self) -> list[int]:
         """The workers that are gone, as far as this one is connected to them. With ``tolerate`` also those that have left, or
         are silent for long."""
+
+    def begin(self, bucket: int) -> None:
+        """Buckets from this number on are in use, and rounds may be earlier ones. Called by all workers together."""
+        return
+
+    def announce(self, round_: int) -> None:
+        """This worker is in a round; the others learn of it."""
+        return
+
+    @abstractmethod
+    def newest_round(self) -> int:
+        """The latest round in which another living worker is known to be; -1 if nothing is known."""
 
     def tolerate(self, faults: Tolerate) -> Neighbours:
         """From now on exchanges with workers that are gone or silent end with a verdict and not with an error.

@@ -1,41 +1,33 @@
-"""Agreements and collectives over the connections to other workers, where faults are tolerated."""
+"""Agreements and collectives over the connections to other workers."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 
 from decent_dp.errors import WireError
-from decent_dp.transport.agreement import Agreements, Consensus, Decision, View
+from decent_dp.transport.agreement import NO_ROUND, Agreements, View
 from decent_dp.transport.courier import Courier
 from decent_dp.transport.link import Key
 from decent_dp.transport.messages import AGREEMENT
-from decent_dp.transport.waiter import start_thread
 
 __all__ = ["ControlPlane"]
 
 # Seconds between two looks at the other workers while an agreement is open, and between two questions to those that miss.
-_LOOK, _ASK = 0.1, 0.5
-# The beginning of the names of agreements in calls of all workers.
-CALL = "call/"
-# Seconds until a decision that did not count is made again.
-_AGAIN = 2.0
+_LOOK = 0.1
+_ASK = 0.5
 
 
-class ControlPlane(Consensus):
+class ControlPlane:
     """Moves the notes of ``Agreements`` and of a ``Courier``.
 
     Args:
         call: runs a function in the transport's thread.
         send_note: to a worker; in the transport's thread.
-        view, connect, is_silent: as of ``Agreements``.
-        failed: ends this worker with an error of another thread.
-        some_are_to_come: whether the first round of a connected worker is a later one.
+        view, connect, first_round: as of ``Agreements``.
     """
 
     def __init__(
@@ -46,13 +38,10 @@ class ControlPlane(Consensus):
         send_note: Callable[[int, Key, bytes], None],
         view: Callable[[int], View],
         connect: Callable[[int], None],
-        failed: Callable[[Exception], None],
+        first_round: Callable[[int], int] = lambda peer: -1,
         incarnation: int = 0,
-        is_silent: Callable[[int], bool] = lambda peer: False,
-        some_are_to_come: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._some_are_to_come, self._failed = some_are_to_come, failed
-        self._call, self.view = call, view
+        self._call, self.view, self._connect = call, view, connect
         self.courier = Courier(lambda peer, key, block: call(lambda: send_note(peer, key, block)))
         self._agreements = Agreements(
             rank,
@@ -60,61 +49,44 @@ class ControlPlane(Consensus):
             view,
             lambda peer, message: send_note(peer, (0, AGREEMENT, 0), message),
             connect,
-            self._opened,
-            self._decided,
-            self._ratify,
+            self._concluded,
+            first_round,
             incarnation,
-            self._is_governed,
-            is_silent,
         )
         self._lock = threading.Lock()
-        self._futures: dict[str, list[Future[Decision]]] = {}
-        # The texts of others in agreements without a decision, by name.
-        self._heard: dict[str, set[str]] = {}
+        self._futures: dict[str, list[Future[Mapping[int, str]]]] = {}
         self._look_at = self._ask_at = math.inf
-        # By the beginning of names: see ``govern``.
-        self._governed: dict[str, tuple[Callable[[str], None], Callable[[str, Decision], Decision | None]]] = {}
-        # Called with the name of an agreement in a call, and another worker's text. Returns this one's, if it stays out of it.
-        self.stand_in: Callable[[str, str], str | None] = lambda name, text: None
-
-    def expand(self, world_size: int) -> None:
-        """``Agreements.expand``."""
-        self._call(lambda: self._agreements.expand(world_size))
 
     # -- called by any thread -----------------------------------------------------------------------------------------
 
-    def propose(self, name: str, text: str) -> Future[Decision]:
-        future: Future[Decision] = Future()
+    def agree(
+        self, name: str, text: str, *, round_: int = NO_ROUND, among: Sequence[int] | None = None, asks: bool = False
+    ) -> Future[Mapping[int, str]]:
+        """Contributes to an agreement of the living workers. The result is their texts, by rank (``Agreements.propose``)."""
+        future: Future[Mapping[int, str]] = Future()
 
         def propose() -> None:
             with self._lock:
                 self._futures.setdefault(name, []).append(future)
-            self._agreements.propose(name, text)
-            if name.startswith(CALL) and self._some_are_to_come():
-                self._agreements.ask(name)  # they answer only when they are asked
+            self._agreements.propose(name, text, round_=round_, among=among, asks=asks)
             self._look_soon()
 
         self._call(propose)
         return future
 
-    def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision | None]) -> None:
-        self._governed[prefix] = vote, ratify
-
-    def heard(self, name: str) -> frozenset[str]:
-        with self._lock:
-            return frozenset(self._heard.get(name, ()))
+    def is_asked(self, name: str) -> bool:
+        """``Agreements.is_asked``."""
+        return self._agreements.is_asked(name)
 
     def missing(self, name: str) -> list[int]:
+        """The workers that an agreement waits for, as far as this one knows."""
         future: Future[list[int]] = Future()
         self._call(lambda: future.set_result(self._agreements.missing(name)))
         return future.result()
 
-    def stand_in_again(self) -> None:
-        """``stand_in`` answers otherwise now."""
-        with self._lock:
-            heard = [(name, text) for name, texts in self._heard.items() if name.startswith(CALL) for text in texts]
-        for name, text in heard:
-            self._call(lambda name=name, text=text: self._stand_in(name, text))  # type: ignore[misc]
+    def connect(self, peer: int) -> None:
+        """A connection is needed."""
+        self._call(lambda: self._connect(peer))
 
     # -- in the transport's thread --------------------------------------------------------------------------------------
 
@@ -151,63 +123,23 @@ class ControlPlane(Consensus):
             error.__cause__ = cause
             future.set_exception(error)
 
-    def _look_soon(self) -> None:
-        if self._agreements.waiting and self._look_at == math.inf:
-            now = time.monotonic()
-            self._look_at, self._ask_at = now + _LOOK, now + _ASK
-
     def look(self) -> float:
         """Looks at the other workers if it is time. Returns when to look again, on the monotonic clock."""
         now = time.monotonic()
         if now >= self._look_at:
             again = now >= self._ask_at
             self._agreements.look(again=again)
-            waiting = self._agreements.waiting
-            self._look_at = now + _LOOK if waiting else math.inf
+            self._look_at = now + _LOOK if self._agreements.waiting else math.inf
             self._ask_at = now + _ASK if again else self._ask_at
         return self._look_at
 
-    def _opened(self, name: str, text: str) -> None:
+    def _look_soon(self) -> None:
+        if self._agreements.waiting and self._look_at == math.inf:
+            now = time.monotonic()
+            self._look_at, self._ask_at = now + _LOOK, now + _ASK
+
+    def _concluded(self, name: str, texts: Mapping[int, str]) -> None:
         with self._lock:
-            self._heard.setdefault(name, set()).add(text)
-        for prefix, (vote, _) in self._governed.items():
-            if name.startswith(prefix):
-                self._call(lambda vote=vote: vote(name))  # type: ignore[misc]
-        if name.startswith(CALL):
-            self._call(lambda: self._stand_in(name, text))
-
-    def _stand_in(self, name: str, text: str) -> None:
-        own = None
-        with contextlib.suppress(ValueError):  # it is nothing that a worker says
-            own = self.stand_in(name, text)
-        if own is not None:
-            self._agreements.propose(name, own)
-            self._look_soon()
-
-    def _is_governed(self, name: str) -> bool:
-        return name.startswith(tuple(self._governed))
-
-    def _ratify(self, name: str, decision: Decision) -> bool:
-        for prefix, (_, ratify) in self._governed.items():
-            if name.startswith(prefix):
-                if not start_thread(partial(self._run_ratify, name, decision, ratify), "decent_dp-ratify", self._failed):
-                    self._ratified(name, None)
-                return False
-        return True
-
-    def _run_ratify(self, name: str, decision: Decision, ratify: Callable[[str, Decision], Decision | None]) -> None:
-        result = ratify(name, decision)
-        if result is None:
-            time.sleep(_AGAIN)
-        self._ratified(name, result)
-
-    def _ratified(self, name: str, result: Decision | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the transport was closed
-            self._call(lambda: self._agreements.ratified(name, result))
-
-    def _decided(self, name: str, decision: Decision) -> None:
-        with self._lock:
-            self._heard.pop(name, None)
             futures = self._futures.pop(name, [])
         for future in futures:
-            future.set_result(decision)
+            future.set_result(texts)

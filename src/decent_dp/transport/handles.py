@@ -197,10 +197,13 @@ class AllNeeded(Policy):
     def seconds_left(self, handle: WireHandle, began: float, now: float) -> float:
         if handle.started < self._expired_at:
             return 0.0  # a worker waits for the whole timeout once, not for each exchange in flight
+        if any(map(self._wire.has_ended, handle.others)):
+            return 0.0
         return max(began, handle.last_progress()) + self._timeout - now
 
     def give_up(self, handle: WireHandle) -> None:
-        self._expired_at, missing = self._wire.now(), handle.missing()
+        missing = [peer for peer in handle.others if self._wire.has_ended(peer)] or handle.missing()
+        self._expired_at = self._wire.now()
         for pair in handle.pairs:
             self._wire.drop(pair)
         for peer in missing:

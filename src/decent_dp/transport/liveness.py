@@ -14,7 +14,6 @@ from functools import partial
 from typing import TypeVar
 
 from decent_dp.topo import Edge
-from decent_dp.transport.agreement import Consensus
 from decent_dp.transport.base import ExchangeId
 from decent_dp.transport.channels import Link
 from decent_dp.transport.handles import PeerExplain, Policy, WireHandle
@@ -142,10 +141,6 @@ class WireNeighbours(Neighbours, Policy):
 
     def begin(self, bucket: int) -> None:
         self._run(lambda: self._flow.begin(bucket))
-
-    @property
-    def consensus(self) -> Consensus:
-        return self._wire.control_plane
 
     def promise(self, seconds: float, least: int) -> int:
         with self._lock:

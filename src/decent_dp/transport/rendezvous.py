@@ -247,16 +247,6 @@ class Rendezvous:
         """The other workers on this one's network stack."""
         return frozenset(i for i, name in enumerate(self.node_of) if name == self.node and i != self.rank)
 
-    def gloo(self, name: str, ranks: Sequence[int]) -> Communicator:
-        """A gloo communicator of ``ranks``; called by its members alone."""
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = self.timeout
-        options._threads = 1
-        options._devices = [self._device()]
-        store = PrefixStore(name, self.store)
-        return gloo(store, list(ranks).index(self.rank), len(ranks), options)
-
     def nccl_communicator(self, name: str, ranks: Sequence[int]) -> Communicator:
         """An NCCL communicator of ``ranks`` on the current CUDA device; called by its members alone."""
         options: Any = dist.ProcessGroupNCCL.Options()

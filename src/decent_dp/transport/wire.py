@@ -72,7 +72,6 @@ class Wire:
         is_known: whether the store has a public key; blocking.
         timeout: seconds that a worker has to answer when it is dialled.
         dead_after: seconds without a sign of life after which a peer is dead.
-        places: the number of ranks, with those of workers that may come (``renew``).
     """
 
     def __init__(
@@ -89,7 +88,6 @@ class Wire:
         is_known: Callable[[bytes], bool],
         timeout: float,
         dead_after: float = 10.0,
-        places: int = 0,
     ) -> None:
         self._identity, self._expected = identity, set(expected)
         self._sockets, self._listeners, self._find = sockets, listeners, find
@@ -142,10 +140,8 @@ class Wire:
             self.flow.send_note,
             self._view,
             self._dialler.want,
-            self.fail,
+            self._first_round,
             identity.incarnation,
-            self._is_silent,
-            lambda: any(link.start > self.flow.round for link in self.flow.links.values()),
         )
         self._closing: float | None = None
         self._thread = threading.Thread(target=self._run, name="decent_dp-transport", daemon=True)
@@ -153,7 +149,6 @@ class Wire:
         # A process may end right after its last exchange, without a close: what libzmq has of it still goes out.
         self._at_exit = Finalize(None, _close_at_exit, args=(weakref.ref(self),), exitpriority=10)
         self._thread.start()
-        self.control_plane.expand(places)
 
     # -- called by any thread -----------------------------------------------------------------------------------------
 
@@ -169,6 +164,11 @@ class Wire:
             self.refuse_failed()
             time.sleep(_LOOK / 50)
         return view is View.LINKED
+
+    def has_ended(self, peer: int) -> bool:
+        """Whether the connection is lost, and nobody listens at the address of this worker any more."""
+        link = self.flow.links.get(peer)
+        return link is not None and link.refused
 
     def why_lost(self, peer: int) -> BaseException:
         """Why a worker takes no part in an exchange."""
@@ -420,9 +420,9 @@ class Wire:
             return View.LINKED
         return View.PENDING
 
-    def _is_silent(self, peer: int) -> bool:
+    def _first_round(self, peer: int) -> int:
         link = self.flow.links.get(peer)
-        return link is not None and link.silence(self.now()) >= SILENT * self._dead_after
+        return -1 if link is None else link.start
 
     def _admit(self, worker: Identity) -> str | None:
         """Why a worker that has connected is refused; None: it is welcome."""
