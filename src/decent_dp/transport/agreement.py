@@ -78,16 +78,6 @@ class Consensus(ABC):
     def missing(self, name: str) -> list[int]:
         """The workers that an agreement waits for, as far as this one knows."""
 
-    @abstractmethod
-    def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision | None]) -> None:
-        """For agreements whose name begins so. They do not wait for workers that are silent, which may come back.
-
-        Args:
-            vote: called with the name when another worker has contributed, in a thread that must not wait.
-            ratify: called with the name and a decision before it counts, in a thread of its own. Returns the one that
-                counts; None: it is called again.
-        """
-
 
 @dataclass(frozen=True)
 class _Statement:
@@ -108,7 +98,6 @@ class _Open:
     """An agreement without a decision.
 
     Attributes:
-        is_urgent: as of ``Agreements``.
         statements: by rank.
         askers: the workers that have sent any of them, to which the decision is to be sent.
         hop: the next worker on the way to the deciding one; None if that is this worker.
@@ -117,19 +106,16 @@ class _Open:
         linked: those that this worker was connected to when it last looked.
         stale: the versions of the statements that were known when a connection was lost. Since then their senders may have
             decided without this worker, so it decides on newer ones only.
-        ratifying: this worker has a decision, and does not know yet whether it counts.
         turns: how often it was time for a question.
         ways: ``Agreements._ways``, as far as statements since the last look have added to them; None: to be found again.
     """
 
-    is_urgent: bool = False
     statements: dict[int, _Statement] = field(default_factory=dict)
     askers: set[int] = field(default_factory=set)
     hop: int | None = None
     sent: dict[int, dict[int, int]] = field(default_factory=dict)
     linked: frozenset[int] = frozenset()
     stale: dict[int, int] = field(default_factory=dict)
-    ratifying: bool = False
     turns: int = 0
     ways: dict[int, int | None] | None = None
 
@@ -148,10 +134,6 @@ class Agreements:
         on_open: called with the name of an agreement and another worker's text, before the decision.
         on_decision: called with its name and the decision.
         incarnation: of this process; those of later incarnations have statements of higher versions.
-        ratify: called with a name and a decision that this worker is to make. True: it counts. False: it is not known yet;
-            ``ratified`` tells.
-        is_urgent: whether an agreement of this name does not wait for workers that are silent, though they may come back.
-        is_silent: whether a worker is that.
     """
 
     def __init__(
@@ -163,12 +145,8 @@ class Agreements:
         connect: Callable[[int], None],
         on_open: Callable[[str, str], None],
         on_decision: Callable[[str, Decision], None],
-        ratify: Callable[[str, Decision], bool] = lambda name, decision: True,
         incarnation: int = 0,
-        is_urgent: Callable[[str], bool] = lambda name: False,
-        is_silent: Callable[[int], bool] = lambda peer: False,
     ) -> None:
-        self._ratify, self._is_urgent, self._is_silent = ratify, is_urgent, is_silent
         self._rank, self._world_size = rank, world_size
         self._others = [peer for peer in range(world_size) if peer != rank]
         self._view, self._send, self._connect = view, send, connect
@@ -237,7 +215,7 @@ class Agreements:
         if asks and name in self._open:
             own = agreement.statements.get(self._rank)
             if own is None:
-                statements[self._rank] = self._state(agreement, None)
+                statements[self._rank] = self._state(None)
             else:
                 statements[self._rank] = self._speak(agreement, own.text)
                 self._send(peer, _pack(name, {self._rank: statements[self._rank]}))
@@ -255,7 +233,7 @@ class Agreements:
         for name, agreement in list(self._open.items()):
             own = agreement.statements.get(self._rank)
             if own is not None:
-                new = self._state(agreement, own.text)
+                new = self._state(own.text)
                 if replace(new, version=own.version) != own:
                     agreement.statements[self._rank] = new
             elif not (again and self._passes_on(agreement)):
@@ -299,7 +277,7 @@ class Agreements:
     def _ask(self, name: str, agreement: _Open) -> None:
         """Asks all living workers for their statements, which are newer than this question then; or for the decision."""
         own = agreement.statements.get(self._rank)
-        own = self._state(agreement, None) if own is None else self._speak(agreement, own.text)
+        own = self._state(None) if own is None else self._speak(agreement, own.text)
         self._flood(_pack(name, {self._rank: own}, asker=self._rank))
 
     def _flood(self, message: bytes, but: int | None = None) -> None:
@@ -309,16 +287,13 @@ class Agreements:
 
     def _get(self, name: str) -> _Open:
         if name not in self._open:
-            self._open[name] = _Open(is_urgent=self._is_urgent(name))
+            self._open[name] = _Open()
         return self._open[name]
 
-    def _state(self, agreement: _Open, text: str | None) -> _Statement:
+    def _state(self, text: str | None) -> _Statement:
         seen: dict[View, list[int]] = {view: [] for view in View}
         for peer in self._others:
-            view = self._view(peer)
-            if agreement.is_urgent and view is View.PENDING and self._is_silent(peer):
-                view = View.LOST
-            seen[view].append(peer)
+            seen[self._view(peer)].append(peer)
         self._version += 1
         linked, pending, lost = (frozenset(seen[view]) for view in (View.LINKED, View.PENDING, View.LOST))
         return _Statement(self._version, text, linked, pending, lost)
@@ -326,7 +301,7 @@ class Agreements:
     def _speak(self, agreement: _Open, text: str | None) -> _Statement:
         """A new statement of this worker."""
         agreement.ways = None
-        said = agreement.statements[self._rank] = self._state(agreement, text)
+        said = agreement.statements[self._rank] = self._state(text)
         return said
 
     def _pursue(self, name: str, agreement: _Open) -> None:
@@ -374,21 +349,9 @@ class Agreements:
         for peer in unclear.intersection(self._others):
             self._connect(peer)
         is_stale = any(said[rank].version <= agreement.stale.get(rank, 0) for rank in reached - {self._rank})
-        if not (unclear or is_stale or agreement.ratifying):
+        if not (unclear or is_stale):
             texts = {rank: said[rank].text or "" for rank in sorted(reached)}
-            decision = Decision(texts, {rank: said[rank].linked.intersection(reached) for rank in texts})
-            if self._ratify(name, decision):
-                self._conclude(name, agreement, decision)
-            else:
-                agreement.ratifying = True
-
-    def ratified(self, name: str, decision: Decision | None) -> None:
-        """The decision that counts is known; None: it is to be made again."""
-        agreement = self._open.get(name)
-        if agreement is not None:
-            agreement.ratifying = False
-            if decision is not None:
-                self._conclude(name, agreement, decision)
+            self._conclude(name, agreement, Decision(texts, {rank: said[rank].linked.intersection(reached) for rank in texts}))
 
     def _ways(self, agreement: _Open) -> dict[int, int | None]:
         """The living workers, and the first one on a shortest way to each; None for this one."""
@@ -423,7 +386,7 @@ class Agreements:
 
     def _sight(self, agreement: _Open, rank: int) -> _Statement:
         if rank == self._rank:
-            return agreement.statements.get(rank) or self._state(agreement, None)
+            return agreement.statements.get(rank) or self._state(None)
         return agreement.statements.get(rank, _NOTHING)
 
     def _known(self, name: str) -> Decision:

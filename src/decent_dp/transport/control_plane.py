@@ -8,14 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 
 from decent_dp.errors import WireError
 from decent_dp.transport.agreement import Agreements, Consensus, Decision, View
 from decent_dp.transport.courier import Courier
 from decent_dp.transport.link import Key
 from decent_dp.transport.messages import AGREEMENT
-from decent_dp.transport.waiter import start_thread
 
 __all__ = ["ControlPlane"]
 
@@ -23,8 +21,6 @@ __all__ = ["ControlPlane"]
 _LOOK, _ASK = 0.1, 0.5
 # The beginning of the names of agreements in calls of all workers.
 CALL = "call/"
-# Seconds until a decision that did not count is made again.
-_AGAIN = 2.0
 
 
 class ControlPlane(Consensus):
@@ -33,8 +29,7 @@ class ControlPlane(Consensus):
     Args:
         call: runs a function in the transport's thread.
         send_note: to a worker; in the transport's thread.
-        view, connect, is_silent: as of ``Agreements``.
-        failed: ends this worker with an error of another thread.
+        view, connect: as of ``Agreements``.
         some_are_to_come: whether the first round of a connected worker is a later one.
     """
 
@@ -46,12 +41,10 @@ class ControlPlane(Consensus):
         send_note: Callable[[int, Key, bytes], None],
         view: Callable[[int], View],
         connect: Callable[[int], None],
-        failed: Callable[[Exception], None],
         incarnation: int = 0,
-        is_silent: Callable[[int], bool] = lambda peer: False,
         some_are_to_come: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._some_are_to_come, self._failed = some_are_to_come, failed
+        self._some_are_to_come = some_are_to_come
         self._call, self.view = call, view
         self.courier = Courier(lambda peer, key, block: call(lambda: send_note(peer, key, block)))
         self._agreements = Agreements(
@@ -62,18 +55,13 @@ class ControlPlane(Consensus):
             connect,
             self._opened,
             self._decided,
-            self._ratify,
             incarnation,
-            self._is_governed,
-            is_silent,
         )
         self._lock = threading.Lock()
         self._futures: dict[str, list[Future[Decision]]] = {}
         # The texts of others in agreements without a decision, by name.
         self._heard: dict[str, set[str]] = {}
         self._look_at = self._ask_at = math.inf
-        # By the beginning of names: see ``govern``.
-        self._governed: dict[str, tuple[Callable[[str], None], Callable[[str, Decision], Decision | None]]] = {}
         # Called with the name of an agreement in a call, and another worker's text. Returns this one's, if it stays out of it.
         self.stand_in: Callable[[str, str], str | None] = lambda name, text: None
 
@@ -96,9 +84,6 @@ class ControlPlane(Consensus):
 
         self._call(propose)
         return future
-
-    def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision | None]) -> None:
-        self._governed[prefix] = vote, ratify
 
     def heard(self, name: str) -> frozenset[str]:
         with self._lock:
@@ -170,9 +155,6 @@ class ControlPlane(Consensus):
     def _opened(self, name: str, text: str) -> None:
         with self._lock:
             self._heard.setdefault(name, set()).add(text)
-        for prefix, (vote, _) in self._governed.items():
-            if name.startswith(prefix):
-                self._call(lambda vote=vote: vote(name))  # type: ignore[misc]
         if name.startswith(CALL):
             self._call(lambda: self._stand_in(name, text))
 
@@ -183,27 +165,6 @@ class ControlPlane(Consensus):
         if own is not None:
             self._agreements.propose(name, own)
             self._look_soon()
-
-    def _is_governed(self, name: str) -> bool:
-        return name.startswith(tuple(self._governed))
-
-    def _ratify(self, name: str, decision: Decision) -> bool:
-        for prefix, (_, ratify) in self._governed.items():
-            if name.startswith(prefix):
-                if not start_thread(partial(self._run_ratify, name, decision, ratify), "decent_dp-ratify", self._failed):
-                    self._ratified(name, None)
-                return False
-        return True
-
-    def _run_ratify(self, name: str, decision: Decision, ratify: Callable[[str, Decision], Decision | None]) -> None:
-        result = ratify(name, decision)
-        if result is None:
-            time.sleep(_AGAIN)
-        self._ratified(name, result)
-
-    def _ratified(self, name: str, result: Decision | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the transport was closed
-            self._call(lambda: self._agreements.ratified(name, result))
 
     def _decided(self, name: str, decision: Decision) -> None:
         with self._lock:

@@ -251,12 +251,12 @@ class _LocalNeighbours(Neighbours):
     def consensus(self) -> Consensus:
         return self._consensus
 
-    def promise(self, seconds: float, least: int) -> int:
-        promise = self._round + least
-        self._last = min(self._last, promise)
-        return promise
+    def reserve_until(self, seconds: float, least: int) -> int:
+        last = self._round + least
+        self._last = min(self._last, last)
+        return last
 
-    def confine(self, last: int | None) -> None:
+    def stop_mixing_after(self, last: int | None) -> None:
         self._last = math.inf if last is None else last
 
 
@@ -275,9 +275,6 @@ class _LocalConsensus(Consensus):
     def missing(self, name: str) -> list[int]:
         there = self._hub.agreement(self._key(name)).texts.keys() | set(self._hub.lost)
         return [rank for rank in range(self._hub.world_size) if rank not in there]
-
-    def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision | None]) -> None:
-        return  # all threads come by themselves, and cannot be parted
 
     def _key(self, name: str) -> str:
         return f"{self._run_id}/{name}"

@@ -142,9 +142,7 @@ class Wire:
             self._flow.send_note,
             self._view,
             self._dialler.want,
-            self.fail,
             identity.incarnation,
-            self._is_silent,
             lambda: any(link.start > self._flow.round for link in self._flow.links.values()),
         )
         self._closing: float | None = None
@@ -427,10 +425,6 @@ class Wire:
         if link.state is LinkState.OPEN and self.neighbours is not None and self.neighbours.patience(peer, 0.0) > 0:
             return View.LINKED
         return View.PENDING
-
-    def _is_silent(self, peer: int) -> bool:
-        link = self._flow.links.get(peer)
-        return link is not None and link.silence(self.now()) >= SILENT * self._dead_after
 
     def _admit(self, worker: Identity) -> str | None:
         """Why a worker that has connected is refused; None: it is welcome."""
