@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import HashStore
 
 from decent_dp.membership import epochs as epochs_module
 from decent_dp.membership.epochs import Epochs
-from decent_dp.membership.line import Epoch, Line
+from decent_dp.membership.epoch_store import Epoch, EpochStore as Line
 from decent_dp.topo import make_topology
 from decent_dp.transport import agreement as agreement_module
 from decent_dp.transport.agreement import Agreements, Decision, View
@@ -84,10 +84,18 @@ class CountedStore:
         self.count(key, text)
         self.texts[key] = text
 
+    def append(self, key: str, text: str) -> None:
+        self.count(key, text)
+        self.texts[key] = self.texts.get(key, "") + text
+
     def compare_set(self, key: str, expected: str, text: str) -> bytes:
         won = self.texts.setdefault(key, text) if not expected else self.texts[key]
         self.count(key, expected, text, won)
         return won.encode()
+
+    def delete_key(self, key: str) -> bool:
+        self.count(key)
+        return self.texts.pop(key, None) is not None
 
 
 class CountedLine(Line):

@@ -1,83 +1,120 @@
-"""The protocol of epochs in a scripted network in virtual time: deaths, processes that come in the place of dead ones, cuts
-that heal, a store that dies and comes back empty.
+"""The protocol of epochs in virtual time: deaths, frozen workers, processes that come in the place of dead ones, cuts that heal,
+calls of the store that are slow or lost, a store that dies and comes back empty.
 
-The real ``Epochs`` and ``Agreements`` of all workers run in one thread. What must hold: both ends of an edge have planned its
-round for the same members, there is one line of epochs, and when the network is whole again, so are its epochs.
+The real ``Epochs`` and ``EpochStore`` of all workers run over one store. What must hold: who is named in an epoch has mixed in no
+round of it by an earlier one, both ends of an edge have planned its round for the same members, there is one text of each number,
+and when all is whole again, so is the newest epoch.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 import random
-from concurrent.futures import Future
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from benchmarks.many_seats import CountedStore
+from decent_dp.membership import Epoch, Epochs, EpochStore
 from decent_dp.membership import epochs as epochs_module
-from decent_dp.membership.epochs import Epochs
-from decent_dp.membership.line import Epoch
 from decent_dp.topo import make_topology
 from decent_dp.topo.epochs import EpochTopology
-from decent_dp.transport.agreement import Decision, View
-from tests.test_agreement import DEAD_AFTER, Network, all_pairs, ring
 
-# Seconds of virtual time: of a step, about; until a member is missed; of the disturbances; and the end.
-STEP, SETTLE, CALM, END = 0.1, 0.5, 12.0, 60.0
+# Seconds of virtual time: of a step, about; until a member is missed; until one counts as dead; of the disturbances; the end.
+STEP, SETTLE, DEAD_AFTER, CALM, END = 0.1, 0.5, 3.0, 12.0, 90.0
+RUN = "0" * 32
 
 
-class Immediate:
-    """In place of a thread."""
+class EndError(BaseException):
+    """A membership thread is not needed any more."""
 
-    def __init__(self, name: str) -> None: ...
 
-    def submit(self, job: Any) -> Future[Any]:
-        future: Future[Any] = Future()
+class Thread:
+    """The membership thread of a worker. It stops before each call of the store, until the model makes the call."""
+
+    def __init__(self, epochs: Epochs) -> None:
+        self._epochs, self._own, self._model = epochs, threading.Semaphore(0), threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+        self.call: Callable[[Any], Any] | None = None
+        self.wait, self._answer = 0.0, (None, None)
+        # What it has been answered in this look: where it is, and what it knows.
+        self.heard: list[str] = []
+        self._error: BaseException | None = None
+
+    def go(self) -> None:
+        """Begins a look, up to its first call or its end."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        self.heard = []
+        self._resume()
+
+    def answer(self, result: Any, error: BaseException | None = None) -> None:
+        """Continues after a call, up to the next one or the end."""
+        self.heard.append(repr(result if error is None else error))
+        self._answer, self.call = (result, error), None
+        self._resume()
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            self._answer, self._epochs = (None, EndError()), None  # type: ignore[assignment]
+            self._own.release()
+            self._thread.join()
+
+    def _resume(self) -> None:
+        self._own.release()
+        self._model.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        self._own.acquire()
         try:
-            future.set_result(job())
-        except Exception as error:
-            future.set_exception(error)
-        return future
+            while self._epochs is not None:
+                self.wait = self._epochs.look_at_store()
+                self._model.release()
+                self._own.acquire()
+        except EndError:
+            return
+        except BaseException as error:
+            self._error = error
+            self._model.release()
 
-    def close(self) -> None: ...
+    def run(self, call: Callable[[Any], Any], limit: float | None = None) -> Any:
+        """In place of ``StoreClient``."""
+        self.call = call
+        self._model.release()
+        self._own.acquire()
+        result, error = self._answer
+        if error is not None:
+            raise error
+        return result
 
 
-class Store:
-    """What the line of epochs is kept in. ``away``: the workers that cannot reach it."""
+class Store(CountedStore):
+    """``decided``: called with the number and the text of an epoch that is written."""
 
-    def __init__(self) -> None:
-        self.texts: dict[int, str] = {}
-        self.away: set[int] = set()
-        self.loses_answers = self.was_emptied = False
+    def __init__(self, decided: Callable[[int, str], None]) -> None:
+        super().__init__()
+        self.decided, self.was_emptied = decided, False
+
+    def compare_set(self, key: str, expected: Any, text: str) -> bytes:
+        before = self.texts.get(key)
+        won = super().compare_set(key, expected, text)
+        _, _, number = key.rpartition("/epoch/")
+        if number.isdecimal() and self.texts[key] != before:
+            self.decided(int(number), text)
+        return won
 
     def lose(self) -> None:
         self.texts.clear()
         self.was_emptied = True
-
-
-class FakeLine:
-    def __init__(self, store: Store, rank: int) -> None:
-        self.store, self.rank = store, rank
-
-    def keep(self, number: int = 0) -> bool:
-        self.probe()
-        return number in self.store.texts
-
-    def probe(self) -> None:
-        if self.rank in self.store.away:
-            raise ConnectionError
-
-    def write(self, number: int, text: str, before: str | None) -> str | None:
-        self.probe()
-        texts = self.store.texts
-        if number and number - 1 not in texts:
-            if before is None:
-                return None
-            texts[number - 1] = before
-        texts.setdefault(number, text)
-        if self.store.loses_answers:
-            raise ConnectionError
-        return texts[number]
 
 
 class Worker:
@@ -88,131 +125,216 @@ class Worker:
         # By rank: the incarnation of the process that this one takes for that worker, and since when.
         self.known: dict[int, tuple[int, float]] = {}
         self.round, self.last, self.epoch = 0, math.inf, 0
-        self.futures: dict[str, Future[Decision]] = {}
-        self.texts: dict[str, set[str]] = {}
         self.missed: dict[int, float] = {}
-        self.govern_calls: Any = None
-        self.topology = EpochTopology(
-            lambda n: make_topology("ring", local_world_size=1, world_size=n, rank=0), world_size=world.n, rank=rank
-        )
-        line: Any = FakeLine(world.store, rank)
-        neighbours: Any = self
-        self.epochs = Epochs(rank, world.n, neighbours, self.topology, line, incarnation)
+        self.vouched: set[int] = set()
+        self.mixed = -1  # the last round in which it has mixed
+        self.topology = EpochTopology(world.make_topology, world_size=world.n, rank=rank)
+        store, neighbours = EpochStore(dist.HashStore(), RUN, {f"address/{rank}": "x"}), self
+        self.epochs = Epochs(rank, world.n, neighbours, self.topology, store, incarnation)  # type: ignore[arg-type]
+        self.thread: Any = Thread(self.epochs)
+        store._store = self.thread
 
-    # -- Neighbours, and their Consensus
-
-    @property
-    def consensus(self) -> Any:
-        return self
+    # -- Neighbours
 
     def fail(self, error: Exception) -> None:
         raise error
 
-    def govern(self, prefix: str, vote: Any, ratify: Any) -> None:
-        self.govern_calls = vote, ratify
+    def reserve_until(self, seconds: float, least: int) -> int:
+        last = self.round + max(least, math.ceil(seconds / STEP))
+        self.last = min(self.last, last)
+        return last
 
-    def promise(self, seconds: float, least: int) -> int:
-        promise = self.round + max(least, math.ceil(seconds / STEP))
-        self.last = min(self.last, promise)
-        return promise
-
-    def confine(self, last: int | None) -> None:
+    def stop_mixing_after(self, last: int | None) -> None:
         self.last = math.inf if last is None else last
 
     def enter_epoch(self, number: int) -> None:
-        self.epoch = number
+        self.epoch = max(self.epoch, number)
 
     def newest_epoch(self) -> int:
-        others = (worker for worker in self.world.workers if worker.rank != self.rank)
-        return max((w.epoch for w in others if self.world.view(self.rank, w.rank) is View.LINKED), default=0)
+        return max((self.world.workers[rank].epoch for rank in self.living()), default=0)
 
     def living(self) -> list[int]:
-        return self._seen(View.LINKED)
+        return [rank for rank in self._others() if self.world.silence(self, rank) == 0.0]
 
     def lost(self) -> list[int]:
-        return self._seen(View.LOST)
+        return [rank for rank in self._others() if self.world.silence(self, rank) >= DEAD_AFTER]
+
+    def ended(self) -> list[int]:
+        return [rank for rank in self._others() if self.world.silence(self, rank) == math.inf]
 
     def left(self) -> list[int]:
         return []
 
-    def _seen(self, view: View) -> list[int]:
-        others = (worker.rank for worker in self.world.workers if worker.rank != self.rank)
-        return [rank for rank in others if self.world.view(self.rank, rank) is view]
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.world.n) if rank != self.rank]
 
     def renew(self, rank: int, incarnation: int, start: int) -> None:
         if self.known.get(rank, (0, 0.0))[0] < incarnation:
             self.known[rank] = incarnation, self.world.now
-            self.world.machines[self.rank].renew(rank, incarnation)
-
-    def propose(self, name: str, text: str) -> Future[Decision]:
-        future = self.futures.setdefault(name, Future())
-        self.world.at(0.0, lambda: self.world.propose(self.rank, name, text))
-        return future
-
-    def heard(self, name: str) -> frozenset[str]:
-        return frozenset(self.texts.get(name, ()))
 
     # -- rounds
 
+    @property
+    def is_running(self) -> bool:
+        return self.rank not in self.world.dead and self.world.workers[self.rank] is self and not self.epochs.replaced
+
     def step(self) -> None:
-        world = self.world
-        if self.rank in world.dead or world.workers[self.rank] is not self or self.epochs.replaced:
-            return
-        ahead = [w.round for w in world.workers if world.view(self.rank, w.rank) is View.LINKED and w.rank != self.rank]
+        """A round of the training thread."""
+        ahead = [self.world.workers[rank].round for rank in self.living()]
         self.round = max([self.round + 1, *(other - 1 for other in ahead)])  # who was alone for long goes on with the others
-        gone = {rank for rank in self.epochs.newest.members if rank != self.rank and world.view(self.rank, rank) is View.LOST}
-        self.missed = {rank: self.missed.get(rank, world.now) for rank in gone}
-        is_missed = any(world.now - since > SETTLE for since in self.missed.values())
-        self.epochs.look(self.round, wanted=is_missed or self.epochs.offered(SETTLE))
+        gone = set(self.lost())
+        self.vouched &= gone  # as ``MembershipMonitor``
+        missed = gone & set(self.epochs.newest.members) - self.vouched
+        self.missed = {rank: self.missed.get(rank, self.world.now) for rank in missed}
+        is_missed = any(self.world.now - since > SETTLE for since in self.missed.values()) and bool(self.living())
+        epoch = self.epochs.look(self.round, wanted=is_missed)
+        if epoch is not None:
+            self.vouched = set(self.epochs.absent.intersection(epoch.members))
         if self.round <= self.last:
-            assert self.epochs.is_member, f"worker {self.rank} was left out of epoch {self.epochs._number}, and mixes"
-            world.note(self)
-        world.at(STEP * world.random.uniform(0.5, 2.0), self.step)
+            self.world.note(self)
 
 
-class World(Network):
-    def __init__(self, n: int, links: set[frozenset[int]], seed: int) -> None:
-        super().__init__(n, links, seed=seed)
-        self.store = Store()
-        # By round, and by those who mix in it: their plan, and their edge. By number: the epochs.
+class World:
+    """Virtual time, the connections and the store.
+
+    Attributes:
+        dead: by rank: when it has died, and when the others notice.
+        frozen: those whose processes are stopped. away: those that cannot reach the store. cut: by edge, since when.
+        loses: how often of a hundred the answer of a call is lost, or the call.
+    """
+
+    def __init__(self, n: int, seed: int = 0) -> None:
+        self.n, self.random, self.now = n, random.Random(seed), 0.0
+        self._events: list[tuple[float, int, Callable[[], Any]]] = []
+        self._order = itertools.count()
+        self.store = Store(self.decided)
+        self.dead: dict[int, float] = {}
+        self.frozen: dict[int, float] = {}
+        self.away: set[int] = set()
+        self.cut: dict[frozenset[int], float] = {}
+        self.loses, self.slow, self.incarnations = 0, 0.05, 0
+        self.line: dict[int, Epoch] = {}
+        # By round, and by those who mix in it: their plan, and their edge.
         self.planned: dict[int, dict[int, tuple[Any, list[int]]]] = {}
-        self.line: dict[int, tuple[int, ...]] = {}
+        self._topologies: dict[int, Any] = {}
         self.workers: list[Worker] = []
         self.workers = [Worker(self, rank) for rank in range(n)]
-        self.incarnations = 0
-        for rank in range(n):
-            self.wire(rank)
-            self.at(0.1 * rank, self.workers[rank].step)
 
-    def wire(self, rank: int) -> None:
-        machine = self.machines[rank]
-        machine._ratify = lambda name, decision: self.ratify(rank, name, decision)
-        machine._on_decision = lambda name, decision: self.decide(rank, name, decision)
-        machine._on_open = lambda name, text: self.hear_of(rank, name, text)
-        machine._is_urgent, machine._is_silent = lambda name: True, lambda peer: self.is_silent(rank, peer)
+    def make_topology(self, n: int) -> Any:
+        if n not in self._topologies:
+            self._topologies[n] = make_topology("ring", local_world_size=1, world_size=n, rank=0)
+        return self._topologies[n]
 
-    def is_silent(self, rank: int, peer: int) -> bool:
-        """Whether it would count as dead if more time had passed."""
-        now, self.now = self.now, self.now + 0.7 * DEAD_AFTER
-        found = self.view(rank, peer) is View.LOST
-        self.now = now
-        return found
+    def begin(self) -> None:
+        for worker in self.workers:
+            self.begin_worker(worker, self.random.uniform(0.0, STEP))
 
-    # -- processes that come in the place of dead ones
+    def begin_worker(self, worker: Worker, delay: float) -> None:
+        self.at(delay, lambda: self.steps(worker))
+        self.at(delay, lambda: self.looks(worker))
+
+    def at(self, delay: float, call: Callable[[], Any]) -> None:
+        heapq.heappush(self._events, (self.now + delay, next(self._order), call))
+
+    def run(self, until: float) -> None:
+        while self._events and self._events[0][0] <= until:
+            self.now, _, call = heapq.heappop(self._events)
+            call()
+        self.now = until
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.thread.stop()
+
+    # -- what a worker does
+
+    def steps(self, worker: Worker) -> None:
+        if worker.is_running:
+            if worker.rank not in self.frozen:
+                worker.step()
+            self.at(STEP * self.random.uniform(0.5, 2.0), lambda: self.steps(worker))
+
+    def looks(self, worker: Worker) -> None:
+        if not worker.is_running:
+            return
+        if worker.rank in self.frozen:
+            self.at(STEP, lambda: self.looks(worker))
+            return
+        if worker.thread.call is None:
+            worker.thread.go()
+        self.continue_look(worker)
+
+    def continue_look(self, worker: Worker) -> None:
+        """A call takes some time until it is made, and again until its answer is there."""
+        call = worker.thread.call
+        if call is None:
+            # Its training thread may wake it.
+            self.at(max(0.01, min(worker.thread.wait, 2 * STEP)), lambda: self.looks(worker))
+            return
+
+        def make() -> None:
+            if not worker.is_running:
+                return
+            result, error = None, None
+            if worker.rank in self.away or self.random.randrange(100) < self.loses:
+                error = ConnectionError("lost")
+            else:
+                result = call(self.store)
+                if self.random.randrange(100) < self.loses:
+                    error = ConnectionError("lost answer")
+            self.at(self.delay(), lambda: answer(result, error))
+
+        def answer(result: Any, error: Any) -> None:
+            if worker.rank in self.frozen and worker.is_running:
+                self.at(STEP, lambda: answer(result, error))
+            elif worker.is_running:
+                worker.thread.answer(result, error)
+                self.continue_look(worker)
+
+        self.at(self.delay(), make)
+
+    def delay(self) -> float:
+        return self.random.choice([0.0, 0.01, self.slow])
+
+    # -- what it sees of others
+
+    def silence(self, worker: Worker, peer: int) -> float:
+        """Seconds since this worker has heard a peer; infinite if it is known to have ended."""
+        other = self.workers[peer] if self.workers else worker
+        known, since = worker.known.get(peer, (0, 0.0))
+        if peer in self.dead and known == other.incarnation:
+            return self.now - self.dead[peer]
+        if known != other.incarnation or worker.incarnation != other.known.get(worker.rank, (0, 0.0))[0]:
+            return max(self.now - since, 0.01)  # it does not know this process yet
+        cut = self.cut.get(frozenset((worker.rank, peer)), self.now)
+        return max(self.now - cut, self.now - self.frozen.get(peer, self.now))
+
+    # -- what happens to them
+
+    def kill(self, rank: int, *, noticed: bool = True) -> None:
+        """``noticed``: its connections are refused at once. Else its machine is gone."""
+        if rank not in self.dead:
+            self.frozen.pop(rank, None)
+            self.dead[rank] = -math.inf if noticed else self.now
+            self.workers[rank].thread.stop()
+
+    def freeze(self, rank: int, seconds: float) -> None:
+        if rank not in {*self.dead, *self.frozen}:
+            self.frozen[rank] = self.now
+            self.at(seconds, lambda: self.frozen.pop(rank, None))
 
     def come(self, rank: int) -> None:
-        """A process asks a living member for the place of a dead worker. It dies with its first try, or is seated."""
-        hosts = [other for other in range(self.n) if other not in {*self.dead, rank} and self.workers[other].epochs.is_member]
-        if rank not in self.dead or not hosts:
-            return
-        self.incarnations += 1
-        incarnation, host = self.incarnations, self.workers[self.random.choice(hosts)]
-        self.at(0.0, lambda: self.ask(rank, incarnation, host))
+        """A process asks a living member for the place of a dead worker."""
+        hosts = [other for other in range(self.n) if other not in {*self.dead, *self.frozen}]
+        hosts = [other for other in hosts if self.workers[other].epochs.is_member]
+        if rank in self.dead and hosts:
+            self.incarnations += 1
+            self.ask(rank, self.incarnations, self.workers[self.random.choice(hosts)])
 
     def ask(self, rank: int, incarnation: int, host: Worker) -> None:
-        if host.rank in self.dead or self.workers[host.rank] is not host or rank not in self.dead:
+        if not host.is_running or rank not in self.dead:
             return
-        if self.view(host.rank, rank) is not View.LOST and rank in host.epochs.newest.members:
+        if rank not in host.lost() and rank in host.epochs.newest.members:
             self.at(0.25, lambda: self.ask(rank, incarnation, host))
             return
         try:
@@ -221,7 +343,7 @@ class World(Network):
             return
         self.wait(rank, incarnation, future)
 
-    def wait(self, rank: int, incarnation: int, future: Future[Epoch]) -> None:
+    def wait(self, rank: int, incarnation: int, future: Any) -> None:
         if not future.done():
             self.at(0.05, lambda: self.wait(rank, incarnation, future))
         elif future.exception() is None and future.result().incarnations.get(rank) == incarnation and rank in self.dead:
@@ -231,153 +353,135 @@ class World(Network):
         if rank not in self.dead:
             return
         del self.dead[rank]
-        self.decided[rank] = {}
-        self.machines[rank] = self.machine(rank, incarnation)
         worker = self.workers[rank] = Worker(self, rank, incarnation)
         worker.known = {other: (number, self.now) for other, number in epoch.incarnations.items() if other != rank}
-        self.wire(rank)
         worker.epochs.enter(epoch)
         worker.round = epoch.start - 1
-        for other in range(self.n):
-            self.link(rank, other)
-        self.look(rank, 0)
-        worker.step()
+        self.begin_worker(worker, 0.0)
 
-    def view(self, rank: int, peer: int) -> View:
-        if not self.workers:
-            return super().view(rank, peer)
-        mine, theirs = self.workers[rank], self.workers[peer]
-        known, since = mine.known.get(peer, (0, 0.0))
-        if peer in self.dead or known != theirs.incarnation or mine.incarnation != theirs.known.get(rank, (0, 0.0))[0]:
-            # It has died, or it has not come yet, or does not know this process yet.
-            since = max(since, self.dead.get(peer, since))
-            return View.PENDING if self.now < since + DEAD_AFTER else View.LOST
-        return super().view(rank, peer)
+    # -- what must hold
 
-    def send(self, rank: int, peer: int, message: bytes) -> None:
-        if self.view(rank, peer) is View.LINKED:
-            super().send(rank, peer, message)
-
-    def ratify(self, rank: int, name: str, decision: Decision) -> bool:
-        machine = self.machines[rank]
-
-        def run() -> None:
-            if rank not in self.dead and self.machines[rank] is machine:
-                result = self.workers[rank].govern_calls[1](name, decision)
-                delay = self.random.uniform(0.0, 0.2) if result else 2.0
-                self.at(delay, lambda: rank in self.dead or machine.ratified(name, result))
-
-        self.at(self.random.uniform(0.0, 0.2), run)
-        return False
-
-    def decide(self, rank: int, name: str, decision: Decision) -> None:
-        self.workers[rank].futures[name].set_result(decision)
-
-    def hear_of(self, rank: int, name: str, text: str) -> None:
-        self.workers[rank].texts.setdefault(name, set()).add(text)
-        self.at(0.0, lambda: rank in self.dead or self.workers[rank].govern_calls[0](name))
+    def decided(self, number: int, text: str) -> None:
+        """An epoch is written to the store."""
+        epoch = Epoch.read(number, text)
+        before = self.line.get(number, epoch)
+        assert before.text == text or self.store.was_emptied, f"two epochs {number}: {before} and {epoch}"
+        if number in self.line and before.text == text:  # it is put back
+            return
+        self.line[number] = epoch
+        for worker in self.workers:
+            named = worker.rank in epoch.members and epoch.incarnations.get(worker.rank, 0) == worker.incarnation
+            if named and worker.rank not in self.dead:
+                assert worker.mixed < epoch.start, f"worker {worker.rank} has mixed in round {worker.mixed} of {epoch}"
 
     def note(self, worker: Worker) -> None:
         """This worker mixes in its round as its topology says."""
+        assert worker.epochs.is_member, f"worker {worker.rank} knows that it was left out, and mixes"
         _, at, members = worker.topology._at(worker.round)
         plan = (worker.round - at, members)
-        newest = worker.epochs.newest
-        before = self.line.setdefault(newest.number, newest.members)
-        if before != newest.members and self.store.was_emptied:  # those who knew the other one may have died with it
-            living = (w.epochs.newest for w in self.workers if w.rank not in self.dead)
-            assert (newest.number, before) not in {(epoch.number, epoch.members) for epoch in living}
-            before = self.line[newest.number] = newest.members
-        assert before == newest.members, f"two epochs {newest.number}"
         assert worker.rank in members
+        newest = worker.epochs.newest
+        worker.mixed = worker.round
+        for number, epoch in self.line.items():
+            if number > newest.number and epoch.incarnations.get(worker.rank, 0) == worker.incarnation:
+                is_early = worker.rank not in epoch.members or worker.round < epoch.start
+                assert is_early or self.store.was_emptied, f"worker {worker.rank} mixes in round {worker.round} of {epoch}"
         mine, others = worker.topology.get_edge(worker.round).ranks, self.planned.setdefault(worker.round, {})
         for rank, (other_plan, theirs) in others.items():
             meet = rank in mine and worker.rank in theirs
             assert not meet or other_plan == plan, f"round {worker.round}: {plan} of {worker.rank}, {other_plan} of {rank}"
         others[worker.rank] = plan, mine
 
+    def check_end(self) -> None:
+        """All that live are members of one epoch, and mix."""
+        living = [rank for rank in range(self.n) if rank not in self.dead]
+        found = {rank: self.workers[rank] for rank in living}
+        ends = {(worker.epochs.newest.number, worker.epochs.newest.members, worker.last) for worker in found.values()}
+        assert len(ends) == 1, f"{ends}, living {living}"
+        [(_, members, last)] = ends
+        assert (members, last) == (tuple(living), math.inf), f"{ends}, living {living}"
 
-def disturb(world: World, rng: random.Random, comes: bool) -> None:
+
+def disturb(world: World, rng: random.Random, *, comes: bool) -> None:
     n = world.n
+    world.slow = rng.choice([0.02, 0.1, 0.5])
+
+    def strike(delay: float, call: Callable[[], Any]) -> None:
+        world.at(delay, lambda: len(world.dead) < n - 2 and call())
+
     for _ in range(rng.choice([0, 1, 1, 2, n - 2])):
-        victim = rng.randrange(n)
-        if len(world.dead) < n - 2:
-            world.at(rng.uniform(0.5, CALM), lambda victim=victim: len(world.dead) < n - 2 and world.kill(victim))
+        victim, noticed = rng.randrange(n), rng.random() < 0.7
+        strike(rng.uniform(0.5, CALM), lambda victim=victim, noticed=noticed: world.kill(victim, noticed=noticed))
+    for _ in range(rng.choice([0, 0, 1, 2])):
+        victim, seconds = rng.randrange(n), rng.choice([0.5, 2.0, 5.0, 9.0])
+        strike(rng.uniform(0.5, CALM), lambda victim=victim, seconds=seconds: world.freeze(victim, seconds))
     for _ in range(rng.choice([0, 1, 2, n]) if comes else 0):
         place = rng.randrange(n)
         world.at(rng.uniform(2.0, CALM + 10.0), lambda place=place: world.come(place))
     for _ in range(rng.choice([0, 0, 1, 2])):  # the network falls into parts, and heals
         side = set(rng.sample(range(n), rng.randint(1, n - 1)))
-        between = [edge for edge in all_pairs(n) if len(edge & side) == 1]
-        store_side = rng.random() < 0.5
+        between = [frozenset((a, b)) for a in side for b in range(n) if b not in side]
+        away = rng.choice([side, set(range(n)) - side, set()])
         start, length = rng.uniform(0.5, CALM / 2), rng.uniform(0.5, 8.0)
 
-        def cut(between: Any = between, side: Any = side, store_side: bool = store_side) -> None:
+        def cut(between: Any = between, away: set[int] = away) -> None:
             for edge in between:
                 world.cut.setdefault(edge, world.now)
-            world.store.away |= side if store_side else set(range(n)) - side
+            world.away |= away
 
         def heal(between: Any = between) -> None:
             for edge in between:
                 world.cut.pop(edge, None)
-                world.reconnect(edge)
-            world.store.away.clear()
+            world.away.clear()
 
         world.at(start, cut)
         world.at(start + length, heal)
     if rng.random() < 0.4:
         start, length, empty = rng.uniform(0.5, CALM), rng.uniform(0.5, 8.0), rng.random() < 0.5
-        world.at(start, lambda: world.store.away.update(range(n)))
-        world.at(start + length, world.store.away.clear)
+        world.at(start, lambda: world.away.update(range(n)))
+        world.at(start + length, world.away.clear)
         if empty:
             world.at(start + length / 2, world.store.lose)
-    if rng.random() < 0.2:
-        start = rng.uniform(0.5, CALM)
-        world.at(start, lambda: setattr(world.store, "loses_answers", True))
-        world.at(start + 2.0, lambda: setattr(world.store, "loses_answers", False))
+    if rng.random() < 0.3:
+        world.at(rng.uniform(0.5, CALM), lambda: setattr(world, "loses", rng.choice([5, 30])))
+        world.at(CALM + 5.0, lambda: setattr(world, "loses", 0))
 
 
 def schedule(seed: int, *, comes: bool = False) -> None:
     """``comes``: also processes that take the place of dead ones."""
     rng = random.Random(seed)
-    n = rng.randint(3, 6)
-    clock = pytest.MonkeyPatch()
-    clock.setattr(epochs_module.time, "monotonic", lambda: 0.0)
-    world = World(n, rng.choice([all_pairs, ring])(n), seed)
-    clock.setattr(epochs_module.time, "monotonic", lambda: world.now)
-    try:
-        disturb(world, rng, comes)
-        world.run(END)
-    except AssertionError as error:
-        raise AssertionError(f"seed {seed}: {error}") from error
-    finally:
-        clock.undo()
-    living = [rank for rank in range(n) if rank not in world.dead]
-    component = world.component(living[0])
-    if component != set(living):
-        return  # a ring with two deaths: nobody connects its parts here
-    ends = {(world.workers[rank].epochs.newest.members, world.workers[rank].last) for rank in living}
-    if world.store.texts:
-        assert ends == {(tuple(living), math.inf)}, f"seed {seed}: {ends}, living {living}, store {world.store.texts}"
+    with pytest.MonkeyPatch.context() as patch:
+        clock = SimpleNamespace(monotonic=lambda: 0.0)
+        patch.setattr(epochs_module, "time", clock)
+        world = World(rng.randint(3, 6), seed)
+        clock.monotonic = lambda: world.now
+        try:
+            disturb(world, rng, comes=comes)
+            world.begin()
+            world.run(END)
+            whole = f"{RUN}/whole" in world.store.texts
+            if whole or not world.store.was_emptied:  # else the store has lost the epochs, and too few are left
+                world.check_end()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        finally:
+            world.close()
 
 
 @pytest.fixture(autouse=True)
-def _immediately(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(epochs_module, "Waiter", Immediate)
+def _without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epochs_module, "start_thread", lambda *_: True)
 
 
-def test_random_schedules():
-    for seed in (*range(12), 392, 1057, 2201):  # the last ones see faults that few others see
-        schedule(seed)
-
-
-def test_random_schedules_with_processes_that_come():
-    for seed in (*range(8), 600769):  # in the last one a worker that was left out is to pass a decision on
-        schedule(seed, comes=True)
+@pytest.mark.parametrize("comes", [False, True])
+def test_random_schedules(comes):
+    for seed in range(12):
+        schedule(seed, comes=comes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("comes", [False, True])
-@pytest.mark.parametrize("seeds", [range(8, 1000), range(1000, 2000), range(2000, 3000)])
+@pytest.mark.parametrize("seeds", [range(12, 500), range(500, 1000), range(1000, 1500)])
 def test_many_random_schedules(comes, seeds):
     for seed in seeds:
         schedule(seed, comes=comes)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from decent_dp.membership.company import Company
+from decent_dp.membership.epoch_store import Epoch, EpochStore
 from decent_dp.membership.epochs import Epochs
 from decent_dp.membership.joining import join
-from decent_dp.membership.line import Epoch, Line
+from decent_dp.membership.monitor import MembershipMonitor
 
-__all__ = ["Company", "Epoch", "Epochs", "Line", "join"]
+__all__ = ["Epoch", "EpochStore", "Epochs", "MembershipMonitor", "join"]

@@ -1,15 +1,19 @@
 """Epochs: whose rounds the topology is planned for, and from which round on.
 
-Epochs are numbered, and follow each other in one line. A worker that misses a member, or that was left out and is back, opens
-the agreement on the next one (``decent_dp.transport.agreement``). All living workers promise a round after which they mix
-with nobody before they know the result. The epoch begins with the round after the largest promise: nobody has passed it, so
-each round has one topology. Promises are about a second ahead, so that nobody leaves a round out while the result is on its
-way. A promise is never taken back, as others may know a result.
+Epochs are numbered, and follow each other in one line. The store decides on each of them, alone (``EpochStore``). A worker that
+misses a member, that a process has asked for a seat, or that was left out and is back, proposes the next one; the first
+proposal stays. Who sees it promises a round after which it mixes with nobody before it knows the epoch, and stays a member. The
+epoch begins with the round after the largest promise: nobody has passed it, so each round has one topology. Promises are about
+a second ahead, so that nobody leaves a round out meanwhile.
 
-Before a result counts it is written to the store, under the number of its epoch, where the first one stays. So of a network
-that has fallen into parts only the one with the store makes epochs. Before anybody promises anything, the store must answer:
-without it there are no new epochs, and members that are gone stay holes. A store that is back and empty gets the newest epoch
-again from a majority of its members, with the next one: they make one for that.
+Who has proposed writes the epoch when all members have promised whose processes have not ended, or after a wait: of those that
+have, and are heard by another one. If it dies, the others do so, one after the other. It does not matter who writes, nor how late: the first text under a
+number stays, and all that it names have promised not to mix before they know it. A promise is made once, and never taken back:
+somebody may have read it. A worker that is busy training promises all the same, as its membership thread does.
+
+So of a network that has fallen into parts only those with the store make epochs. Without it there are none: members that are
+gone stay holes. A store that is back and empty gets the newest epoch again from members that hear a majority of it, and they
+make another one: with a majority of its members an epoch is surely the newest one.
 
 A process that takes the place of a worker is named in the promise of the member that it has asked. It becomes a member with the
 epoch, and its incarnation tells it from the process before it (``decent_dp.transport.hello``). Each epoch lists the
@@ -18,54 +22,52 @@ incarnations of all its members, for those that have missed earlier ones.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import threading
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 
-from decent_dp.membership.line import Epoch, Line, promises_of
+from decent_dp.membership.epoch_store import Epoch, EpochStore, Promise
 from decent_dp.topo.epochs import EpochTopology
 from decent_dp.transport import Neighbours
-from decent_dp.transport.agreement import Decision
-from decent_dp.transport.waiter import Waiter, telling
+from decent_dp.transport.waiter import start_thread
 
 __all__ = ["Epochs"]
 
 _log = logging.getLogger(__name__)
 
-_PREFIX = "epoch/"
-# Seconds that a promise is ahead of the present round, and rounds at least.
-_AHEAD, _LEAST = 1.0, 2
-# Seconds until a store that did not answer is asked again, and between two looks whether it has lost what it is to keep. The
-# lowest member that is here looks so many times as often: it decides on the epoch that brings everything back.
-_AGAIN, _KEEP, _LOWEST = 2.0, 10.0, 5
-# In the statement of a worker that has found the store empty.
-_EMPTY = '"empty": true'
-
-
-@dataclass(frozen=True)
-class _Promise:
-    """What a member contributes to the agreement on an epoch.
-
-    Attributes:
-        until: it mixes with nobody after this round, before it knows the epoch.
-        joining: incarnations of processes that have asked it for a seat, by rank.
-        processes: ``Epoch.incarnations`` of the present one.
-        since: number, start, dealt and size of the present one.
-    """
-
-    until: int
-    joining: Mapping[int, int]
-    processes: Mapping[int, int]
-    since: tuple[int, int, int, int]
+# Seconds that a promise is ahead of the present round: a proposal is seen, and the epoch known, before they are over.
+_AHEAD = 1.0
+# Rounds that it is ahead at least: the present one may have begun.
+_LEAST = 2
+# Seconds between two looks for a proposal. Each worker looks, at one store.
+_LOOK = 0.5
+# Seconds between two looks at an epoch that is under way: others leave rounds out if it comes late.
+_SOON = 0.2
+# Seconds for which a process waits for a seat before an epoch is proposed for it, as others may come at the same time; and
+# without a look after a worker has left.
+_SETTLE = 0.5
+# Seconds for the promises of members that cannot be heard: twice the time to see a proposal.
+_SILENT = 1.0
+# Seconds for those of members that are heard. They may be busy, or have no store.
+_HEARD = 3.0
+# Seconds for promises as long as more than half of the members are missing: this worker itself may have been away.
+_FEW = 10.0
+# Seconds after which the next worker may decide in place of one that does not: less than those of ``_HEARD``.
+_TURN = 2.0
+# Seconds until a store that did not answer is asked again.
+_AGAIN = 2.0
+# Seconds between two looks whether the store has lost what it is to keep. A lost connection tells sooner.
+_KEEP = 10.0
 
 
 class Epochs:
     """One worker's part in changing the members.
+
+    Its membership thread makes all calls of the store, which may hang. It begins with the first ``look``.
 
     Args:
         topology: of the rounds; it is changed.
@@ -75,124 +77,79 @@ class Epochs:
         newest: the newest epoch that names this worker, as its training thread knows them; it may begin later.
         replaced: another process is this worker by now.
         absent: the workers that were gone for this one when it made its last promise.
+        mixing_from: until this round this worker mixes with nobody, since it does not know the rounds of the epochs before.
+        reserved_until: the round of its last promise.
     """
 
     def __init__(
-        self, rank: int, world_size: int, neighbours: Neighbours, topology: EpochTopology, line: Line, incarnation: int = 0
+        self,
+        rank: int,
+        world_size: int,
+        neighbours: Neighbours,
+        topology: EpochTopology,
+        store: EpochStore,
+        incarnation: int = 0,
     ) -> None:
-        self._incarnation, self.replaced = incarnation, False
+        self._rank, self._incarnation = rank, incarnation
+        self._neighbours, self._topology, self._store = neighbours, topology, store
+        self.replaced = False
         self.absent: frozenset[int] = frozenset()
+        self.mixing_from = self.reserved_until = 0
+        # The newest epoch; the newest of those that name this worker; and those of them that its training thread has not come
+        # to. A process that joins knows none yet.
+        self.newest = self._own = Epoch.first(world_size)
+        self._known = None if incarnation else self.newest
+        self._new: list[Epoch] = []
         # Processes that want to be members, by rank: the incarnation, since when, and what tells them the epoch.
         self._candidates: dict[int, tuple[int, float, Future[Epoch]]] = {}
-        self._keep_at, self._kept = time.monotonic() + _KEEP / _LOWEST, Future[None]()
-        self._kept.set_result(None)
-        # Whether the store did not answer the last look.
-        self._is_away = False
-        self._rank, self._neighbours, self._topology, self._line = rank, neighbours, topology, line
-        self._consensus = neighbours.consensus
-        self.newest = Epoch(0, 0, 0, tuple(range(world_size)), {}, "[]")
-        # The number of the line's newest epoch, which may not name this worker. A process that joins is no member yet.
-        self._number = -1 if incarnation else 0
-        self._result: Future[Decision] | None = None
-        # The newest epoch that has been decided, the newest of those that name this worker, and those of them that its training
-        # thread has not come to.
-        self._decided = self._own = self.newest
-        self._new: list[Epoch] = []
-        # What this worker has promised in the agreement that is open.
-        self._until = 0
-        # Until this round it mixes with nobody, since it does not know the rounds of the epochs before.
-        self._from = 0
         self._lock = threading.RLock()
-        # Looks whether the store answers, before anybody promises anything. The result is why it does not.
-        self._prober = Waiter("decent_dp-epochs")
-        self._probe: Future[OSError | None] | None = None
-        self._probe_at, self._warned = 0.0, False
-        # The store is another one than before, and does not know the newest epoch.
-        self._is_forgotten = False
-        if not incarnation:
-            self._prober.submit(telling(self._found, neighbours.fail))
-        self._consensus.govern(_PREFIX, self._vote, self._ratify)
+        # For the membership thread: a member is missed; the newest epoch that another worker knows; it is time to look.
+        self._wanted, self._heard = False, 0
+        self._wake, self._ending = threading.Event(), False
+        self._has_thread = False
+        # Of the next epoch: what this worker has promised, and when; whether the store has it; and who has proposed it.
+        self._promise: Promise | None = None
+        self._promised_at, self._is_told = 0.0, False
+        self._proposer: int | None = None
+        # Whether the store did not answer the last time; whether that was said; and how many workers have left.
+        self._is_away = self._is_warned = False
+        self._left = 0
+        # Whether it has lost epochs; whether it may have none since the run begins; and when the next look at that is due.
+        self._is_forgotten, self._begins, self._keep_at = False, not incarnation, 0.0
 
     @property
     def is_member(self) -> bool:
         """Whether the newest epoch that this worker knows of names it."""
         with self._lock:
-            return self._number == self._own.number
+            return self._known is self._own
 
-    @property
-    def _name(self) -> str:
-        return f"{_PREFIX}{self._number + 1}"
+    # -- in the training thread ---------------------------------------------------------------------------------------
 
     def look(self, round_: int, *, wanted: bool) -> Epoch | None:
         """Called before round ``round_``, by the training thread.
 
         Args:
-            wanted: a member is missed, or a process wants to be one.
+            wanted: a member is missed.
 
         Returns:
             A new epoch that names this worker.
         """
         epoch = self._apply(round_)
-        if (epoch is not None or self._from) and self._from <= round_:
-            with self._lock:
+        with self._lock:
+            if (epoch is not None or self.mixing_from) and self.mixing_from <= round_:
                 self._begin_to_mix()
-        if time.monotonic() >= self._keep_at and self._kept.done():
-            self._keep_at = time.monotonic() + (_KEEP / _LOWEST if self._rank == min(self._here(), default=-1) else _KEEP)
-            self._kept = self._prober.submit(telling(self._keep, self._neighbours.fail))
-        self._follow()
-        with self._lock:
-            number, is_due = self._number, epoch is None and self._result is None and not self._new
-        if is_due and (wanted or not self.is_member or self._can_put_back()):
-            self._propose_if_the_store_answers(number)
+            before, self._wanted = self._wanted, wanted and epoch is None and not self._new
+            heard, self._heard = self._heard, self._neighbours.newest_epoch()
+            if (self._wanted and not before) or self._heard > heard:
+                self._wake.set()
+        if not self._has_thread:
+            self._has_thread = start_thread(_looks_of(self), "decent_dp-membership", self._neighbours.fail)
         return epoch
-
-    def offer(self, rank: int, incarnation: int) -> Future[Epoch]:
-        """A process wants to be member ``rank``. The result is the epoch that names it. Called by any thread.
-
-        Raises:
-            ConnectionError: a newer process is this member, or wants to be it; or this one was it, and was left out.
-        """
-        with self._lock:
-            decided = self._decided
-            present = decided.incarnations.get(rank, 0)
-            if present == incarnation and rank in decided.members:  # it had asked another worker before
-                future: Future[Epoch] = Future()
-                future.set_result(decided)
-                return future
-            former, since, future = self._candidates.get(rank, (present, time.monotonic(), Future()))
-            if former >= incarnation:
-                raise ConnectionError(f"another process is worker {rank}, or this one was left out before it had connected")
-            self._candidates[rank] = incarnation, since, future
-        return future
-
-    def is_seated(self, rank: int, incarnation: int) -> bool:
-        """Whether an epoch that has been decided names this process."""
-        decided = self._decided
-        return rank in decided.members and decided.incarnations.get(rank, 0) == incarnation
-
-    def withdraw(self, rank: int, incarnation: int) -> None:
-        """The process that wanted to be this member has gone."""
-        with self._lock:
-            if rank in self._candidates and self._candidates[rank][0] == incarnation:
-                del self._candidates[rank]
-
-    def offered(self, seconds: float) -> bool:
-        """Whether a process has waited so long for a seat."""
-        now = time.monotonic()
-        with self._lock:
-            return any(now - since >= seconds for _, since, _ in self._candidates.values())
-
-    def newest_in_store(self) -> Epoch:
-        """The newest epoch, as far as the store answers and knows it."""
-        with contextlib.suppress(OSError):
-            return max(self._line.newest(), self._own, key=lambda epoch: epoch.number)
-        return self._own
 
     def enter(self, epoch: Epoch) -> None:
         """This process, which has joined, is a member from this epoch on."""
         with self._lock:
-            self._number, self.newest, self._own = epoch.number, epoch, epoch
-            self._decided = max(epoch, self._decided, key=lambda epoch: epoch.number)
+            self._known = self.newest = self._own = epoch
         self._topology.change(epoch.start, epoch.members, since=epoch.start)
         self._neighbours.enter_epoch(epoch.number)
 
@@ -201,8 +158,8 @@ class Epochs:
         with self._lock:
             if self._new:
                 return round_ < self._new[0].start
-            if self._result is not None:
-                return round_ <= self._until
+            if self._promise is not None:
+                return round_ <= self.reserved_until
         return self._neighbours.newest_epoch() <= self.newest.number
 
     def learn(self, known: tuple[int, int, int, str]) -> None:
@@ -230,145 +187,238 @@ class Epochs:
         self._topology.restart()
         self.deal_from(0, 0)
         with self._lock:
-            if epoch is not None or self._from:
+            if epoch is not None or self.mixing_from:
                 self._begin_to_mix()
         return epoch
-
-    def _can_put_back(self) -> bool:
-        """Whether the store has lost the newest epoch, and a majority of its members is here. The next epoch brings it back,
-        while they still are a majority. The lowest member asks for it: it decides, so that its store must answer."""
-        here = self._here()
-        return self._is_forgotten and self._rank == min(here, default=-1) and 2 * len(here) > len(self.newest.members)
-
-    def _here(self) -> set[int]:
-        """The members that this worker hears, and itself if it is one."""
-        return {self._rank, *self._neighbours.living()}.intersection(self.newest.members)
-
-    def _begin_to_mix(self) -> None:
-        """As far as this worker has promised. The caller has the lock."""
-        if self._new or not self.is_member:
-            return  # it knows no more of the rounds to come
-        self._from = 0
-        self._neighbours.confine(None if self._result is None else self._until)
 
     def deal_from(self, round_: int, dealt: int) -> None:
         """The data of the newest epoch are dealt from this round on, after so many shares."""
         with self._lock:
-            is_own = self._own.number == self.newest.number
-            self.newest = replace(self.newest, start=round_, dealt=dealt)
-            self._own = self.newest if is_own else self._own
+            known, own, newest = self._known, self._own, self.newest
+            self.newest = replace(newest, start=round_, dealt=dealt)
+            if own.number == newest.number:
+                self._own = self.newest
+                self._known = self._own if known is own else known
 
     def close(self) -> None:
-        self._prober.close()
-        self._line.close()
+        self._ending = True
+        self._wake.set()
+        self._store.close()
         with self._lock:
             candidates, self._candidates = self._candidates, {}
         for _, _, future in candidates.values():
             future.set_exception(ConnectionError("the worker has ended"))
 
-    # -- in any thread ------------------------------------------------------------------------------------------------
-
-    def _follow(self) -> None:
-        """Takes part in the next epoch if others have made it, or are about to. They would wait for this worker, whose training
-        thread may be busy, in an evaluation for example."""
-        with self._lock:
-            known = self._neighbours.newest_epoch()
-            if known > self._number + 1 >= 1:
-                self._leave(known)
-            if self._number >= 0 and (known > self._number or self._consensus.heard(self._name)):
-                self._propose(self._number)
-
-    def _leave(self, number: int) -> None:
-        """There is an epoch that this worker knows nothing of: it mixes with nobody until one names it."""
-        with self._lock:
-            self._number, self._result, self._from = number, None, 0
-            self._neighbours.confine(-1)
-        _log.warning("this worker was left out of epoch %d: it mixes again when the others have taken it in", number)
-
-    def _vote(self, name: str) -> None:
-        """Another worker has opened an agreement. Called in a thread of the transport."""
-        self._follow()
-
-    def _propose(self, after: int) -> None:
-        """Takes part in the epoch after this one, if it is still the next."""
-        with self._lock:
-            if self._result is not None or self._number != after:
-                return
-            self.absent = frozenset(self._neighbours.lost()).union(self._neighbours.left())
-            until = self._until = self._neighbours.promise(_AHEAD, _LEAST)
-            joining = {rank: incarnation for rank, (incarnation, _, _) in self._candidates.items()}
-            newest, number = self._own, self._number + 1
-            since = newest.number, newest.start, newest.dealt, len(newest.members)
-            promise = _Promise(until, joining, newest.incarnations, since)
-            _log.info("%s: this worker mixes until round %d; seats are wanted by %s", self._name, until, joining)
-            said = json.dumps(asdict(promise) | ({"empty": True} if self._is_forgotten else {}))
-            result = self._result = self._consensus.propose(self._name, said)
-        # A future drops what its callbacks raise.
-        result.add_done_callback(lambda result: telling(lambda: self._decide(number, result), self._neighbours.fail)())
-
-    def _decide(self, number: int, result: Future[Decision]) -> None:
-        """Called in the thread that learns the result. A process that joins does not wait for the training thread, which may
-        be in a call of all workers, and the others wait in it for that process."""
-        if result.exception() is not None:
-            return  # the transport was closed, or has failed, which ``Neighbours.refuse_failed`` tells
-        epoch = Epoch.read(number, _text_of(result.result()))
-        with self._lock:
-            self._decided = max(epoch, self._decided, key=lambda epoch: epoch.number)
-            is_mine = False
-            self._is_forgotten = False
-            if any(_EMPTY in said for said in result.result().texts.values()):
-                self._keep_at = 0.0  # the store has to learn this worker's address, too
-            if self._number == number - 1:  # else it was left out of a later one meanwhile
-                has_missed = self._from > 0 or not self.is_member
-                self._number, self._result = number, None
-                self.replaced |= epoch.incarnations.get(self._rank, 0) > self._incarnation
-                is_mine = self._rank in epoch.members and not self.replaced
-                if is_mine:
-                    self._own = epoch
-                    self._new.append(epoch)
-                    # Others make the rounds until then by an epoch that this worker knows nothing of.
-                    self._from = epoch.start if has_missed else 0
-                else:
-                    self._neighbours.confine(-1)
-        if is_mine:
-            self._neighbours.enter_epoch(number)
-        if self._rank in epoch.members:
-            for rank, incarnation in epoch.incarnations.items():
-                if rank != self._rank:
-                    self._neighbours.renew(rank, incarnation, epoch.start)
-        self._seat(epoch)
-        self._follow()
-
-    def _propose_if_the_store_answers(self, after: int) -> None:
-        if self._probe is None and time.monotonic() >= self._probe_at:
-            self._probe = self._prober.submit(self._ask_the_store)
-        if self._probe is None or not self._probe.done():
-            return
-        error, self._probe = self._probe.result(), None
-        if error is None:
-            self._warned = False
-            self._propose(after)
-            return
-        self._probe_at = time.monotonic() + _AGAIN
-        if not self._warned:
-            _log.warning("the members cannot change until the store answers. Training continues: %s", error)
-        self._warned = True
-
-    def _ask_the_store(self) -> OSError | None:
-        try:
-            self._line.probe()
-        except OSError as error:
-            return error
-        return None
-
     def _apply(self, round_: int) -> Epoch | None:
-        """The training thread comes to the next epoch that has been decided, which it returns."""
+        """The training thread comes to the next epoch, which it returns."""
         with self._lock:
             if not self._new:
                 return None
             self.newest = epoch = self._new.pop(0)
         self._topology.change(epoch.start, epoch.members, since=round_ - 2 * self._topology.longest_turn())
         return epoch
+
+    def _begin_to_mix(self) -> None:
+        """As far as this worker has promised. The caller has the lock."""
+        if self._new or not self.is_member:
+            return  # it knows no more of the rounds to come
+        self.mixing_from = 0
+        self._neighbours.stop_mixing_after(None if self._promise is None else self.reserved_until)
+
+    # -- processes that join, in any thread ---------------------------------------------------------------------------
+
+    def offer(self, rank: int, incarnation: int) -> Future[Epoch]:
+        """A process wants to be member ``rank``. The result is the epoch that names it.
+
+        Raises:
+            ConnectionError: a newer process is this member, or wants to be it; or this one was it, and was left out.
+        """
+        with self._lock:
+            decided = self._own if self._known is None else self._known
+            if self.is_seated(rank, incarnation):  # it had asked another worker before
+                future: Future[Epoch] = Future()
+                future.set_result(decided)
+                return future
+            present = decided.incarnations.get(rank, 0), time.monotonic(), Future[Epoch]()
+            former, since, future = self._candidates.get(rank, present)
+            if former >= incarnation:
+                raise ConnectionError(f"another process is worker {rank}, or this one was left out before it had connected")
+            self._candidates[rank] = incarnation, since, future
+        return future
+
+    def is_seated(self, rank: int, incarnation: int) -> bool:
+        """Whether the newest epoch names this process."""
+        known = self._known
+        return known is not None and rank in known.members and known.incarnations.get(rank, 0) == incarnation
+
+    def withdraw(self, rank: int, incarnation: int) -> None:
+        """The process that wanted to be this member has gone."""
+        with self._lock:
+            if rank in self._candidates and self._candidates[rank][0] == incarnation:
+                del self._candidates[rank]
+
+    def newest_in_store(self) -> Epoch:
+        """The newest epoch, as far as the store answers and knows it."""
+        try:
+            found = self._store.newest()
+        except OSError:
+            return self._own
+        return self._own if found is None or found.number < self._own.number else found
+
+    # -- in the membership thread -------------------------------------------------------------------------------------
+
+    def look_at_store(self) -> float:
+        """Sees to what is due at the store. Returns the seconds until the next time."""
+        known = self._known
+        if known is None or self.replaced:
+            return _LOOK
+        left, self._left = self._left, len(self._neighbours.left())
+        if self._left > left:  # the store may end with it, and so may this worker: torch would complain about the connection
+            return _SETTLE
+        try:
+            wait = self._see_to_the_next(known)
+        except OSError as error:
+            if self._ending:
+                return _LOOK
+            # At once the first time: the connection may be to a server that was started again meanwhile.
+            wait, self._is_away = (_AGAIN if self._is_away else 0.0), True
+            # It may be empty then, and a call that has failed may have been made or not.
+            self._is_told, self._keep_at = False, 0.0
+            if wait and (self._promise is not None or self._wants()):
+                self._warn(f"until the store answers: {error}")
+        else:
+            self._is_away = False
+        return wait
+
+    def _see_to_the_next(self, known: Epoch) -> float:
+        number, is_behind = known.number + 1, self._is_behind()
+        if self._promise is not None or is_behind or self._store.is_proposed(number):
+            found = self._store.newest() if is_behind else self._store.read(number)
+            if found is not None and found.number >= number:
+                self._take_in(found)
+                return 0.0
+            if is_behind:  # the store has lost that epoch, and those that know it put it back
+                return _SOON
+        elif not self._wants():
+            self._keep(known)
+            return _LOOK
+        if self._promise is None and not self._may_promise(known):
+            self._keep(known)
+            return _LOOK
+        self._is_warned = False
+        if not self._is_told:
+            self._tell(known)
+        if (decided := self._decide(known)) is not None:
+            self._take_in(decided)
+            return 0.0
+        return _SOON
+
+    def _wants(self) -> bool:
+        """Whether this worker wants another epoch. The lowest member brings one back that the store has lost."""
+        now = time.monotonic()
+        with self._lock:
+            offered = any(now - since >= _SETTLE for _, since, _ in self._candidates.values())
+            is_lowest = self._is_forgotten and self._rank == min(self._here(), default=-1)
+            return self._wanted or offered or self._wants_back() or (is_lowest and self._is_most(self._here()))
+
+    def _wants_back(self) -> bool:
+        """Whether it was left out, and can be a member again: another worker hears it, or all members have ended."""
+        if self._known is None or self.is_member:
+            return False
+        gone = {*self._neighbours.ended(), *self._neighbours.left()}
+        return bool(self._neighbours.living()) or gone.issuperset(self._known.members)
+
+    def _may_promise(self, known: Epoch) -> bool:
+        """Whether the epoch can come about: the store has lost none, or a majority of the newest one is here."""
+        self._is_forgotten = not self._store.is_whole()
+        if self._is_forgotten and not self._is_most(self._here()):
+            self._warn(f"as the store has lost them, and more than half of epoch {known.number} are not here")
+            return False
+        return True
+
+    def _tell(self, known: Epoch) -> None:
+        """Promises, once, and writes it to the store."""
+        with self._lock:
+            if self._promise is None:
+                self.absent = frozenset(self._neighbours.lost()).union(self._neighbours.left())
+                self.reserved_until = self._neighbours.reserve_until(_AHEAD, _LEAST)
+                self._promised_at = time.monotonic()
+                joining = {rank: incarnation for rank, (incarnation, _, _) in self._candidates.items()}
+                since = self._own.number, self._own.start, self._own.dealt, len(self._own.members)
+                absent = tuple(sorted(self.absent))
+                self._promise = Promise(self._rank, self._incarnation, self.reserved_until, absent, joining, since)
+                _log.info(
+                    "epoch %d: this worker mixes until round %d; seats are wanted by %s",
+                    known.number + 1,
+                    self.reserved_until,
+                    joining,
+                )
+            promise = self._promise
+        self._proposer = self._store.promise(known.number + 1, promise)
+        self._is_told = True
+
+    def _decide(self, known: Epoch) -> Epoch | None:
+        """Writes the epoch, if it is this worker's turn and there are enough promises."""
+        waited = time.monotonic() - self._promised_at
+        if waited < _TURN * self._turn():
+            return None
+        promises = {
+            rank: promise
+            for rank, promise in self._store.promises(known.number + 1).items()
+            if promise.incarnation >= known.incarnations.get(rank, 0)
+        }
+        self._is_told = self._rank in promises
+        if not self._is_told or not self._are_enough(known, promises, waited):
+            return None
+        decided = self._store.decide(known.next(promises), is_newest=self._is_most(promises))
+        if decided is None:
+            self._warn(f"as the store has lost them, and more than half of epoch {known.number} have not promised")
+        return decided
+
+    def _turn(self) -> int:
+        """How many workers decide before this one: who has proposed, and then the lowest, if they live."""
+        with self._lock:
+            living = sorted({self._rank, *self._neighbours.living()})
+        first = self._proposer
+        if first == self._rank:
+            return 0
+        is_here = first is not None and first not in self._neighbours.lost()
+        return is_here + [rank for rank in living if rank != first].index(self._rank)
+
+    def _are_enough(self, known: Epoch, promised: Collection[int], waited: float) -> bool:
+        """Whether nobody else is to be waited for, after so many seconds."""
+        missing = set(known.members).difference(promised, self._neighbours.ended(), self._neighbours.left())
+        if not missing:
+            return True
+        if 2 * len(set(known.members).intersection(promised)) < len(known.members):
+            return waited >= _FEW
+        return waited >= (_HEARD if missing.intersection(self._neighbours.living()) else _SILENT)
+
+    def _take_in(self, epoch: Epoch) -> None:
+        """There is a newer epoch. A process that joins does not wait for the training thread, which may be in a call of all
+        workers, and the others wait in it for that process."""
+        with self._lock:
+            has_missed = self.mixing_from > 0 or not self.is_member or epoch.number == self._own.number
+            self._known, self._promise, self._is_told = epoch, None, False
+            self._wanted = self._is_forgotten = False
+            self.replaced |= epoch.incarnations.get(self._rank, 0) > self._incarnation
+            is_mine = self._rank in epoch.members and not self.replaced
+            if is_mine:
+                self._own = epoch
+                self._new.append(epoch)
+                # Others make the rounds until then by an epoch that this worker knows nothing of.
+                self.mixing_from = epoch.start if has_missed else 0
+            else:
+                self.mixing_from = 0
+                self._neighbours.stop_mixing_after(-1)
+        if is_mine:
+            self._neighbours.enter_epoch(epoch.number)
+            for rank, incarnation in epoch.incarnations.items():
+                if rank != self._rank:
+                    self._neighbours.renew(rank, incarnation, epoch.start)
+        else:
+            _log.warning("this worker was left out of epoch %d: it mixes again when it is a member again", epoch.number)
+        self._seat(epoch)
 
     def _seat(self, epoch: Epoch) -> None:
         """Tells those that are members now, and those whose place another process has."""
@@ -380,50 +430,52 @@ class Epochs:
             else:
                 future.set_exception(ConnectionError(f"another process is worker {rank} in epoch {epoch.number}"))
 
-    def _found(self) -> None:
-        with contextlib.suppress(OSError):  # the first epoch is written by those that need it then
-            self._line.keep()
-            self._line.write(0, "[]", None)
+    def _keep(self, known: Epoch) -> None:
+        """Sees to it that the store has what it is to keep."""
+        now = time.monotonic()
+        if now < self._keep_at:
+            return
+        if self._keep_at == 0.0 and known.number:
+            found = self._store.read(known.number)
+            if found is not None and found.text != known.text:  # all others that knew this one had died with the store
+                self._take_in(found)
+                return
+        is_newest, begins = self.is_member and self._is_most(self._here()), self._begins and not known.number
+        self._is_forgotten = not self._store.republish_if_missing(known, is_newest=is_newest, begins=begins)
+        self._begins, self._keep_at = False, now + _KEEP
 
-    def _keep(self) -> None:
-        try:
-            self._is_forgotten = not self._line.keep(self._own.number)
-            self._is_away = False
-        except OSError:
-            # At once the first time: the connection may be to a server that was started again meanwhile.
-            self._keep_at = time.monotonic() + (_AGAIN if self._is_away else 0.0)
-            self._is_away = True
+    # -- what this worker knows ---------------------------------------------------------------------------------------
 
-    def _ratify(self, name: str, decision: Decision) -> Decision | None:
-        """Writes a result to the store. Called in a thread of its own.
+    def _is_behind(self) -> bool:
+        """Whether another worker knows a newer epoch."""
+        return self._known is not None and self._neighbours.newest_epoch() > self._known.number
 
-        Returns:
-            The result that counts. None: the store does not answer, or has come back empty, and this worker may not know the
-            newest epoch.
-        """
-        number = int(name.removeprefix(_PREFIX))
-        text = _text_of(decision)
-        # With a majority of its members an epoch is the newest one.
-        newest = self._own  # another thread may replace it
-        members = set(newest.members)
-        is_newest = newest.number == number - 1 and 2 * len(decision.texts.keys() & members) > len(members)
-        before = newest.text if is_newest else None
-        won: str | None = None
-        with contextlib.suppress(OSError):
-            won = self._line.write(number, text, before)
-        if won is None:
-            # What was promised stays promised: the text may be written, and others may learn of it.
-            if not self._warned:
-                _log.warning("epoch %d: the store does not take it. Until it does, rounds are made without exchanges", number)
-            self._warned = True
-            return None
-        self._warned = False
-        return Decision(promises_of(won), {})  # without the links: nobody needs them, and they would be most of its message
+    def _here(self) -> set[int]:
+        """The members that this worker hears, and itself if it is one."""
+        return {self._rank, *self._neighbours.living()}.intersection(self.newest.members)
+
+    def _is_most(self, ranks: Collection[int]) -> bool:
+        """Whether a majority of the newest members is among them."""
+        known = self._own if self._known is None else self._known
+        return 2 * len(set(known.members).intersection(ranks)) > len(known.members)
+
+    def _warn(self, why: str) -> None:
+        """Once, until an epoch can be made again."""
+        if not self._is_warned:
+            what = "Training continues" if self._promise is None else "Until then rounds are made without exchanges"
+            _log.warning("the members cannot change %s. %s", why, what)
+        self._is_warned = True
 
 
-def _text_of(decision: Decision) -> str:
-    """As in the store: each promise with those that have made it, as many are equal."""
-    found: dict[str, list[int]] = {}
-    for rank, said in sorted(decision.texts.items()):
-        found.setdefault(said, []).append(rank)
-    return json.dumps(list(found.items()))
+def _looks_of(epochs: Epochs) -> Callable[[], None]:
+    """The work of the membership thread, which keeps nothing alive while it waits."""
+    found, wake = weakref.ref(epochs), epochs._wake
+
+    def look() -> None:
+        while (epochs := found()) is not None and not epochs._ending:
+            wait = epochs.look_at_store()
+            del epochs
+            wake.wait(wait)
+            wake.clear()
+
+    return look

@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 
 from torch._C._distributed_c10d import Store
 
+from decent_dp.membership.epoch_store import Epoch, EpochStore, newest_epoch
 from decent_dp.membership.index import Entry, UnreadableError, parse, runs_in
-from decent_dp.membership.line import Epoch, Line, newest_epoch
 from decent_dp.transport.addresses import probe
 from decent_dp.transport.peer_errors import UnreachableError
 from decent_dp.transport.rendezvous import address_key, network_stack
@@ -56,7 +56,7 @@ class Run:
         ask: asks the store.
         record: what its workers have in common (``Transport.records``); the secret is among it.
         signature: of their settings.
-        epoch: the newest one; epoch 0 names nobody.
+        epoch: the newest one.
     """
 
     ask: Ask = field(repr=False)
@@ -77,11 +77,11 @@ class Run:
         texts, epoch = ask(lambda store: ([read_text(store, key) for key in keys], newest_epoch(store, entry.run_id)))
         record = parse(keys[0], "what the workers of a run have in common", texts[0], _is_record)
         signature = parse(keys[1], "the settings of a run", texts[1], lambda found: isinstance(found, dict))
-        return cls(ask, entry.run_id, entry.name, record, signature, epoch)
+        return cls(ask, entry.run_id, entry.name, record, signature, epoch or Epoch.first(record["world_size"]))
 
     @property
     def members(self) -> tuple[int, ...]:
-        return self.epoch.members or tuple(range(self.record["world_size"]))
+        return self.epoch.members
 
     def addresses(self, ranks: Iterable[int]) -> dict[int, Mapping[str, Any] | None]:
         """Where the present processes of workers listen, and which processes they are; {} of one that has left, None if the
@@ -176,20 +176,20 @@ def registered(ask: Ask, name: str | None) -> str:
     return f"no run of the name '{name}' is registered at this store, which knows {names or 'none'}."
 
 
-def register(line: Line) -> None:
+def register(epochs: EpochStore) -> None:
     """Registers a run that begins, and removes those that are over from the list. Called by worker 0.
 
     Raises:
         ValueError: a run of its name lives.
     """
-    own, deadline = line.entry, time.monotonic() + _OTHERS
+    own, deadline = epochs.entry, time.monotonic() + _OTHERS
     try:
         while True:
             over = []
-            for entry in _entries(line.ask):
+            for entry in _entries(epochs.ask):
                 if entry.name != own.name and time.monotonic() > deadline:
                     continue
-                found = _reach_of(line.ask, entry)
+                found = _reach_of(epochs.ask, entry)
                 if found is Reach.ANSWERS and entry.name == own.name:
                     raise ValueError(
                         f"faults=Tolerate(run='{own.name}'): a run of this name lives at this store. End it first, or give "
@@ -203,7 +203,7 @@ def register(line: Line) -> None:
                         "nobody can join it any more",
                         own.name,
                     )
-            if line.register(over):
+            if epochs.register(over):
                 break
     except ConnectionError as error:
         _log.warning("the run '%s' is registered when the store answers: %s", own.name, error)

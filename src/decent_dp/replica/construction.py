@@ -14,7 +14,7 @@ from torch import nn
 from decent_dp.compression import check_compression
 from decent_dp.engine import fit_rule
 from decent_dp.faults import Tolerate, most_workers
-from decent_dp.membership import Line
+from decent_dp.membership import EpochStore
 from decent_dp.membership.runs import register
 from decent_dp.replica.averages import broadcast_
 from decent_dp.replica.consistency import call_on_all, check_consistency, compare, model_signature
@@ -71,7 +71,7 @@ class Agreement:
         replicas: the workers of each replica.
         peers: connects the workers that hold the same part of each replica; its ranks are numbers of replicas.
         faults, neighbours: where faults are tolerated.
-        line: what the run keeps in the store, if processes can join it.
+        epochs: what the run keeps in the store, if processes can join it.
     """
 
     settings: Settings
@@ -81,7 +81,7 @@ class Agreement:
     peers: Transport
     faults: Tolerate | None = None
     neighbours: Neighbours | None = None
-    line: Line | None = None
+    epochs: EpochStore | None = None
 
 
 def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check: Callable[[], Arguments]) -> Agreement:
@@ -129,8 +129,8 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         }
         if isinstance(transport, NewcomerTransport):
             compare(transport.signature, json.loads(json.dumps(shared)), transport.rank)
-        line = _open_line(transport, mixing, given.faults, shared)
-        return Agreement(given.settings, mixing, rule, replicas, peers, given.faults, line=line), dict(shared)
+        epochs = _open_store(transport, mixing, given.faults, shared)
+        return Agreement(given.settings, mixing, rule, replicas, peers, given.faults, epochs=epochs), dict(shared)
 
     def check_all() -> Arguments:
         checked = check()
@@ -159,7 +159,9 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
     return agreed
 
 
-def _open_line(transport: Transport, topology: Topology, faults: Tolerate | None, signature: Mapping[str, Any]) -> Line | None:
+def _open_store(
+    transport: Transport, topology: Topology, faults: Tolerate | None, signature: Mapping[str, Any]
+) -> EpochStore | None:
     """What the run keeps in its store, if processes can join it. Worker 0 registers a run that begins.
 
     Raises:
@@ -168,10 +170,10 @@ def _open_line(transport: Transport, topology: Topology, faults: Tolerate | None
     if faults is None or not isinstance(topology, EpochTopology):
         return None
     records = {**transport.records(), "signature": json.dumps(signature)}
-    line = Line(transport.store, transport.run_id, records, faults.run)
+    epochs = EpochStore(transport.store, transport.run_id, records, faults.run)
     if transport.rank == 0 and not isinstance(transport, NewcomerTransport):
-        register(line)
-    return line
+        register(epochs)
+    return epochs
 
 
 def _maker(topology: object, local_world_size: int) -> Callable[[int], Topology] | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from decent_dp.compression import all_finite
-from decent_dp.membership import Company
+from decent_dp.membership import MembershipMonitor
 from decent_dp.replica.replica import Listener, Replica
 from decent_dp.replica.snapshot import take
 from decent_dp.replica.staging import Staged, Staging
@@ -59,7 +59,7 @@ class Host(Listener):
     The copy that a newcomer gets is kept for a while if the connection breaks, and the rest of it is sent over another one.
     """
 
-    def __init__(self, replica: Replica, company: Company) -> None:
+    def __init__(self, replica: Replica, company: MembershipMonitor) -> None:
         self._replica, self._company = replica, company
         # What newcomers wait for, if any do: a copy from the next boundary.
         self._wanted: Future[_Kept] | None = None

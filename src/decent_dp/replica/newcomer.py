@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from decent_dp.errors import CheckpointError, PeerLostError
-from decent_dp.membership import Company, Epoch
+from decent_dp.membership import Epoch, MembershipMonitor
 from decent_dp.replica.consistency import tensor_sizes
 from decent_dp.replica.host import Host
 from decent_dp.replica.replica import Listener, Replica
@@ -72,7 +72,7 @@ def open_doors(replica: R) -> R:
 
 
 class _Newcomer:
-    def __init__(self, replica: Replica, company: Company, transport: NewcomerTransport) -> None:
+    def __init__(self, replica: Replica, company: MembershipMonitor, transport: NewcomerTransport) -> None:
         self._replica, self._company, self._transport = replica, company, transport
 
     def fetch(self) -> None:
@@ -117,7 +117,7 @@ class _Newcomer:
 class _Healer(Listener):
     """Gives a replica that is not finite the values of a member. Until then its exchanges are left out."""
 
-    def __init__(self, replica: Replica, company: Company) -> None:
+    def __init__(self, replica: Replica, company: MembershipMonitor) -> None:
         self._replica, self._company = replica, company
         # The round of the last time, and how many times there were in a row.
         self._last, self._times = -1, 0
@@ -146,7 +146,7 @@ class _Healer(Listener):
 
 
 def _fetch_state(
-    replica: Replica, company: Company, members: Callable[[], dict[int, int]], *, once: bool = False
+    replica: Replica, company: MembershipMonitor, members: Callable[[], dict[int, int]], *, once: bool = False
 ) -> tuple[int, Any]:
     """Gets the state of a member, as ``_ask`` does: one copy, whose parts may come over one connection after the other."""
     partial = PartialState(_LEAST + _TIMES * sum(tensor_sizes(replica.model)))
@@ -159,7 +159,7 @@ def _fetch_state(
 
 
 def _ask(
-    company: Company,
+    company: MembershipMonitor,
     transport: Transport,
     members: Callable[[], dict[int, int]],
     what: str,

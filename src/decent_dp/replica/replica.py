@@ -26,7 +26,7 @@ from decent_dp.arguments import FLOAT_DTYPES
 from decent_dp.compression import check_compression
 from decent_dp.engine import Bucket, Engine
 from decent_dp.faults import Roster
-from decent_dp.membership import Company, Epochs
+from decent_dp.membership import Epochs, MembershipMonitor
 from decent_dp.replica.averaging import average_parts_, check_finite, mean_square_distance
 from decent_dp.replica.cadence import Cadence
 from decent_dp.replica.consistency import check_same_call, gather_by_rank
@@ -106,16 +106,16 @@ class Replica(ABC):
         self.topology = agreed.topology
         neighbours, compression = agreed.neighbours, check_compression(agreed.settings.compression)
         self.engine = Engine(self.transport, self.topology, agreed.rule, compression, neighbours)
-        self.company: Company | None = None
+        self.company: MembershipMonitor | None = None
         # Of a process that joins a run: makes it a member.
         self.before_first_round: Callable[[], None] | None = None
         if neighbours is not None and agreed.faults is not None:
             epochs = None
-            if isinstance(self.topology, EpochTopology) and agreed.line is not None:
+            if isinstance(self.topology, EpochTopology) and agreed.epochs is not None:
                 rank, n = transport.rank, transport.world_size
                 incarnation = transport.incarnation if isinstance(transport, NewcomerTransport) else 0
-                epochs = Epochs(rank, n, neighbours, self.topology, agreed.line, incarnation)
-            self.company = Company(self.transport, neighbours, agreed.faults, epochs)
+                epochs = Epochs(rank, n, neighbours, self.topology, agreed.epochs, incarnation)
+            self.company = MembershipMonitor(self.transport, neighbours, agreed.faults, epochs)
             self.company.callbacks.append(lambda _, new: tell_replicas(self.optimizers, new.size))
         self.mean = Mean(self.parameters.locate)
         self.statistics = Statistics([], {})

@@ -300,12 +300,12 @@ class _LocalNeighbours(Neighbours):
     def left(self) -> list[int]:
         return self.lost()
 
-    def promise(self, seconds: float, least: int) -> int:
-        promise = self._round + least
-        self._last = min(self._last, promise)
-        return promise
+    def reserve_until(self, seconds: float, least: int) -> int:
+        last = self._round + least
+        self._last = min(self._last, last)
+        return last
 
-    def confine(self, last: int | None) -> None:
+    def stop_mixing_after(self, last: int | None) -> None:
         self._last = math.inf if last is None else last
 
 

@@ -51,7 +51,7 @@ class WireNeighbours(Neighbours, Policy):
         # When this worker entered its round, and the seconds of its last rounds.
         self._announced = self._step = 0.0
         self._steps: deque[float] = deque(maxlen=_STEPS)
-        # The last round in which exchanges are started. A promise must not come between a round and its exchanges.
+        # The last round in which exchanges are started. It must not change between a round and its exchanges.
         self._last = math.inf
         self._lock = threading.Lock()
 
@@ -142,14 +142,14 @@ class WireNeighbours(Neighbours, Policy):
     def begin(self, bucket: int) -> None:
         self._run(lambda: self._flow.begin(bucket))
 
-    def promise(self, seconds: float, least: int) -> int:
+    def reserve_until(self, seconds: float, least: int) -> int:
         with self._lock:
             ahead = max(least, math.ceil(seconds / self._step) if self._step else 0)
-            promise = max(self._flow.round, 0) + ahead
-            self._last = min(self._last, promise)
-        return promise
+            last = max(self._flow.round, 0) + ahead
+            self._last = min(self._last, last)
+        return last
 
-    def confine(self, last: int | None) -> None:
+    def stop_mixing_after(self, last: int | None) -> None:
         with self._lock:
             self._last = math.inf if last is None else last
 
@@ -159,7 +159,7 @@ class WireNeighbours(Neighbours, Policy):
         self._wire.call(self._flow.beat_all)
 
     def newest_epoch(self) -> int:
-        return max((link.epoch for link in list(self._flow.links.values())), default=0)
+        return max((link.epoch for link in list(self._flow.links.values()) if link.state is LinkState.OPEN), default=0)
 
     def renew(self, rank: int, incarnation: int, start: int) -> None:
         self._wire.renew(rank, incarnation, start)

@@ -100,15 +100,15 @@ class Neighbours(ABC):
         return False
 
     @abstractmethod
-    def promise(self, seconds: float, least: int) -> int:
-        """Promises a round, after which this worker starts no exchange until ``confine(None)``, and returns it.
+    def reserve_until(self, seconds: float, least: int) -> int:
+        """Returns a round, after which this worker starts no exchange until ``stop_mixing_after(None)``.
 
         Args:
             seconds, least: how far it is ahead of the present round: as many rounds as take so long, or so many.
         """
 
     @abstractmethod
-    def confine(self, last: int | None) -> None:
+    def stop_mixing_after(self, last: int | None) -> None:
         """Exchanges of later rounds than this are left out; None: no longer."""
 
     def enter_epoch(self, number: int) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection
 
 from decent_dp.errors import PeerLostError
 from decent_dp.faults import Roster, Tolerate
+from decent_dp.membership.epoch_store import Epoch
 from decent_dp.membership.epochs import Epochs
-from decent_dp.membership.line import Epoch
 from decent_dp.transport import Neighbours, Transport
 from decent_dp.transport.repeats import Repeats
 
-__all__ = ["Company"]
+__all__ = ["MembershipMonitor"]
 
 _log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ _PAUSE = 0.01
 _SETTLE = 0.5
 
 
-class Company:
+class MembershipMonitor:
     """Looks at the other workers once a round, where faults are tolerated. It sees those that this worker is connected to.
 
     Args:
@@ -172,10 +172,9 @@ class Company:
         missed = gone & set(self.members) - self._vouched
         self._missed = {rank: self._missed.get(rank, now) for rank in missed}
         is_missed = any(now - since > _SETTLE for since in self._missed.values()) and bool(self.neighbours.living())
-        wanted = is_missed or self.epochs.offered(_SETTLE)
-        if wanted:
+        if is_missed:
             self._say_wanted(round_)
-        epoch = self.epochs.look(round_, wanted=wanted)
+        epoch = self.epochs.look(round_, wanted=is_missed)
         if self.epochs.replaced or self.neighbours.replaced:
             raise PeerLostError(
                 f"another process has taken the place of worker {self._transport.rank}, which was gone for the others. End "
@@ -216,7 +215,7 @@ class Company:
     def newest_members(self) -> dict[int, int]:
         """The incarnations of the other members of the newest epoch in the store, by rank."""
         epoch = None if self.epochs is None else self.epochs.newest_in_store()
-        return self._incarnations(self.members if epoch is None else epoch.members or self.members, epoch)
+        return self._incarnations(self.members if epoch is None else epoch.members, epoch)
 
     def living_members(self) -> dict[int, int]:
         """The incarnations of the other members that this worker is connected to, by rank."""

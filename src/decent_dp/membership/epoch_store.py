@@ -1,0 +1,344 @@
+"""What a run keeps in the store where faults are tolerated: its epochs, and what a process needs to join it.
+
+The keys of an epoch, below the id of the run:
+
+- ``epoch/N``: the epoch. The first text stays, whoever writes another one.
+- ``epoch/N/proposal``: who wants it, and sees to it first.
+- ``epoch/N/promises``: a line of each worker that takes part (``Promise``).
+
+Beside them are ``epoch``, a number from which on the newest one is looked for, and ``whole``: a store that has it has lost none
+of the epochs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from torch._C._distributed_c10d import Store
+
+from decent_dp.membership.index import Entry, enter
+from decent_dp.transport.rendezvous import ROOT, RUNS
+from decent_dp.transport.store import StoreClient, count_of, read_bytes, warn_of_unreadable
+
+__all__ = ["Epoch", "EpochStore", "Promise", "newest_epoch"]
+
+_log = logging.getLogger(__name__)
+
+# Seconds for the last word of a worker that leaves.
+_LEAVE = 2.0
+# Epochs whose proposal and promises are kept. A worker that wakes finds the proposal of the epoch that it has missed.
+_KEPT = 8
+# What reading raises that other programs have written.
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a worker contributes to the next epoch.
+
+    Attributes:
+        until: it mixes with nobody after this round before it knows the epoch.
+        absent: those that it cannot hear.
+        joining: incarnations of processes that have asked it for a seat, by rank.
+        since: number, start, dealt and size of the newest epoch that names it.
+    """
+
+    rank: int
+    incarnation: int
+    until: int
+    absent: tuple[int, ...]
+    joining: Mapping[int, int]
+    since: tuple[int, int, int, int]
+
+    def write(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def read(cls, text: str) -> Promise:
+        """Raises one of several errors if it is nothing that ``write`` returns."""
+        said = json.loads(text)
+        number, start, dealt, size = since = tuple(said["since"])
+        rank, incarnation, until, absent = said["rank"], said["incarnation"], said["until"], tuple(said["absent"])
+        _check_numbers(rank, incarnation, until, *absent, *since)
+        return cls(rank, incarnation, until, absent, _by_rank(said["joining"]), (number, start, dealt, size))
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The members from round ``start`` on.
+
+    Attributes:
+        members: ranks in ascending order; their positions are the seats.
+        incarnations: of the newest processes that have joined later, by rank; also of those that are no members any more.
+        dealt: as of ``Roster``.
+        text: as it is in the store.
+    """
+
+    number: int
+    start: int
+    dealt: int
+    members: tuple[int, ...]
+    incarnations: Mapping[int, int]
+    text: str
+
+    @classmethod
+    def first(cls, world_size: int) -> Epoch:
+        """The one in which a run begins. The store has none of this number."""
+        return cls(0, 0, 0, tuple(range(world_size)), {}, "")
+
+    @classmethod
+    def read(cls, number: int, text: str) -> Epoch:
+        """Raises one of several errors if it is no epoch."""
+        said = json.loads(text)
+        members, incarnations = tuple(said["members"]), _by_rank(said["incarnations"])
+        _check_numbers(said["start"], said["dealt"], *members)
+        if not members or list(members) != sorted(set(members)):
+            raise ValueError(f"members must be ranks in ascending order, got {members}")
+        return cls(number, said["start"], said["dealt"], members, incarnations, text)
+
+    @classmethod
+    def stored(cls, number: int, value: bytes | None) -> Epoch | None:
+        """The epoch that the store has under this number; None: no worker has written it. So it counts as if it was not there."""
+        with contextlib.suppress(*_UNREADABLE):
+            return None if value is None else cls.read(number, value.decode())
+        return None
+
+    def next(self, promises: Mapping[int, Promise]) -> Epoch:
+        """The epoch after this one: of those that have promised, by rank, and of the processes that have asked them.
+
+        Whom none of the others hears is left out: it would be a hole for all of them, and nobody would miss it.
+        """
+        missed = Counter(rank for promise in promises.values() for rank in promise.absent)
+        heard = {rank for rank in promises if missed[rank] < len(promises) - 1}
+        joining: dict[int, int] = {}
+        for promise in promises.values():
+            for rank, incarnation in promise.joining.items():
+                # Who has promised lives, though the member that a process has asked does not hear it.
+                if rank not in promises and incarnation > max(joining.get(rank, 0), self.incarnations.get(rank, 0)):
+                    joining[rank] = incarnation
+        seated = {rank: promise.incarnation for rank, promise in promises.items() if promise.incarnation}
+        incarnations = dict(sorted({**self.incarnations, **joining, **seated}.items()))
+        # Shares of data are counted from the newest epoch that one of them knows. A load may have changed its start since.
+        said = [promise.since for promise in promises.values()]
+        own = self.number, self.start, self.dealt, len(self.members)
+        _, since, before, size = max([*said, own], key=lambda known: known[0])
+        # An epoch may follow another one before that begins. It does not begin earlier.
+        start = max([since, *(promise.until + 1 for promise in promises.values())])
+        members = tuple(sorted({*(heard or promises), *joining}))
+        entries = {"start": start, "dealt": before + (start - since) * size, "members": members, "incarnations": incarnations}
+        return Epoch.read(self.number + 1, json.dumps(entries, separators=(",", ":")))
+
+
+class EpochStore:
+    """Texts of epochs under their numbers, where the first one stays; and what a process needs to join, with the run's name.
+
+    Each call raises ConnectionError if the store does not answer. What it was to write may be written then.
+
+    Args:
+        store: of the run.
+        run_id: names the run, as others may use the same server.
+        records: ``Transport.records``, and more of the kind.
+        name: of the run, for people; None: the beginning of ``run_id``.
+    """
+
+    def __init__(self, store: Store, run_id: str, records: Mapping[str, str], name: str | None = None) -> None:
+        self._run_id, self._records, self._store = run_id, records, StoreClient(store, ROOT)
+        self.entry = Entry(run_id, name or run_id[:8])
+        self._all, self._warned = store, False
+
+    def ask(self, call: Callable[[Store], T]) -> T:
+        """The result of calls of the store, of which all keys begin with ``ROOT``."""
+        return self._store.run(call)
+
+    def register(self, over: Collection[str] = ()) -> bool:
+        """Writes all that a process needs to join a run that begins.
+
+        Args:
+            over: the ids of runs that this one replaces.
+
+        Returns:
+            False if another run has its name.
+        """
+
+        def write(store: Store) -> bool:
+            self._write_records(store)
+            store.compare_set(self._key("whole"), "", "1")
+            return enter(store, self.entry, over)
+
+        return self._store.run(write)
+
+    def republish_if_missing(self, epoch: Epoch, *, is_newest: bool, begins: bool = False) -> bool:
+        """Writes the epoch and what a process needs to join, as far as it is missing.
+
+        Args:
+            is_newest: the run surely has no later epoch. Else a store that has lost epochs gets nothing.
+            begins: the run has just begun, so that no epoch can be lost.
+
+        Returns:
+            Whether the store has lost none. What is written here does not make it whole: ``decide`` does.
+        """
+        whole, own = self._key("whole"), self._key(f"epoch/{epoch.number}")
+
+        def write(store: Store) -> bool:
+            keys = [RUNS, whole, *map(self._key, self._records), *([own] if epoch.number else [])]
+            if store.check(keys):
+                return True  # as nearly always: the texts are as long as there are workers, and each of them looks
+            if begins:
+                store.compare_set(whole, "", "1")
+            is_whole = bool(store.check([whole]))
+            if is_whole or is_newest:
+                if epoch.number:
+                    store.compare_set(own, "", epoch.text)
+                    store.compare_set(self._key("epoch"), "", str(epoch.number))
+                self._put_back(store)
+            return is_whole
+
+        return self._store.run(write)
+
+    def is_whole(self) -> bool:
+        """Whether the store has lost none of the epochs."""
+        return bool(self._store.run(lambda store: store.check([self._key("whole")])))
+
+    def is_proposed(self, number: int) -> bool:
+        """Whether somebody wants the epoch of this number."""
+        return bool(self._store.run(lambda store: store.check([self._key(f"epoch/{number}/proposal")])))
+
+    def promise(self, number: int, promise: Promise) -> int | None:
+        """Proposes an epoch, unless somebody has, and adds a promise for it, which may be there already.
+
+        Returns:
+            The rank of the worker that has proposed it; None if what the store has is nothing that a worker writes.
+        """
+        proposal, text = self._key(f"epoch/{number}/proposal"), f"\n{promise.write()}\n"
+
+        def write(store: Store) -> bytes:
+            by = store.compare_set(proposal, "", str(promise.rank))
+            store.append(self._key(f"epoch/{number}/promises"), text)  # type: ignore[attr-defined]
+            return by
+
+        by = self._store.run(write)
+        return int(by) if by.isdigit() else None
+
+    def promises(self, number: int) -> dict[int, Promise]:
+        """The promises for an epoch, by rank. Lines that no worker has written are skipped."""
+        key = self._key(f"epoch/{number}/promises")
+        found: dict[int, Promise] = {}
+        for line in (self._store.run(lambda store: read_bytes(store, key)) or b"").split(b"\n"):
+            try:
+                promise = Promise.read(line.decode()) if line else None
+            except _UNREADABLE:
+                warn_of_unreadable(key, "the other promises count")
+            else:
+                if promise is not None:
+                    # The newer process counts. Of one process all are the same.
+                    found[promise.rank] = max(promise, found.get(promise.rank, promise), key=lambda one: one.incarnation)
+        return found
+
+    def decide(self, epoch: Epoch, *, is_newest: bool) -> Epoch | None:
+        """Writes an epoch, if there is none of its number.
+
+        Args:
+            is_newest: as of ``republish_if_missing``, for the epoch before.
+
+        Returns:
+            The one that counts; None if the store has lost epochs, and this may be no new one, or if it cannot be written.
+        """
+        own, whole = self._key(f"epoch/{epoch.number}"), self._key("whole")
+        old = max(0, epoch.number - _KEPT)
+
+        def write(store: Store) -> Epoch | None:
+            if not (is_newest or store.check([whole])):
+                return None
+            won = store.compare_set(own, "", epoch.text)
+            if Epoch.stored(epoch.number, won) is None:
+                warn_of_unreadable(own, "the members write the epoch in its place")
+                won = store.compare_set(own, won, epoch.text)  # type: ignore[arg-type]  # unless another one was faster
+            if (found := Epoch.stored(epoch.number, won)) is not None:
+                store.set(self._key("epoch"), str(epoch.number))  # where those that join begin to look
+                store.compare_set(whole, "", "1")
+                self._put_back(store)
+                for name in ("proposal", "promises"):
+                    store.delete_key(self._key(f"epoch/{old}/{name}"))
+            return found
+
+        return self._store.run(write)
+
+    def read(self, number: int) -> Epoch | None:
+        """The epoch of this number, if there is one."""
+        return Epoch.stored(number, self._store.run(lambda store: read_bytes(store, self._key(f"epoch/{number}"))))
+
+    def newest(self) -> Epoch | None:
+        """The newest epoch that the store knows, if there is one."""
+        return self._store.run(lambda store: newest_epoch(store, self._run_id))
+
+    def close(self) -> None:
+        """Nothing is asked any more. The store learns that this process has left: nobody listens at its address."""
+        self._store.close()
+        own = next((self._key(name) for name in self._records if name.startswith("address/")), None)
+        if own is None:  # threads of one process
+            return
+        # Through a connection of its own: if the server has ended with worker 0, torch would complain about the old one.
+        client = StoreClient(self._all, ROOT)
+        with contextlib.suppress(RuntimeError, OSError):  # also where the interpreter ends, and starts no thread
+            client.run(lambda store: store.set(own, ""), _LEAVE)
+        client.close()
+
+    def _write_records(self, store: Store) -> None:
+        for key, text in self._records.items():
+            if not store.check([self._key(key)]):
+                store.compare_set(self._key(key), "", text)
+
+    def _put_back(self, store: Store) -> None:
+        """What a process needs to join. The list of runs comes last: whoever finds this run there finds everything."""
+        if store.check([RUNS, *map(self._key, self._records)]):
+            return
+        self._write_records(store)
+        if not enter(store, self.entry) and not self._warned:
+            self._warned = True
+            _log.warning(
+                "another run has taken the name %r at the store, and nobody can join this one: give each run a name of its own "
+                "(faults=decent_dp.Tolerate(run=...))",
+                self.entry.name,
+            )
+
+    def _key(self, name: str) -> str:
+        return f"{self._run_id}/{name}"
+
+
+def newest_epoch(store: Store, run_id: str) -> Epoch | None:
+    """The newest epoch in a store, of which all keys begin with ``ROOT``; None if there is none."""
+
+    def read(number: int) -> bytes | None:
+        return read_bytes(store, f"{run_id}/epoch/{number}")
+
+    first = count_of(store, f"{run_id}/epoch") or 1  # it may be an older one
+    if read(first) is None:
+        first = 1
+    newest, number = None, first
+    while (value := read(number)) is not None:
+        if (epoch := Epoch.stored(number, value)) is None:
+            warn_of_unreadable(f"{run_id}/epoch/{number}", "the epochs before and after it count")
+        newest, number = epoch or newest, number + 1
+    while newest is None and first > 1:
+        first -= 1
+        newest = Epoch.stored(first, read(first))
+    return newest
+
+
+def _by_rank(numbers: Mapping[str, int]) -> dict[int, int]:
+    found = {int(rank): number for rank, number in numbers.items()}
+    _check_numbers(*found, *found.values())
+    return found
+
+
+def _check_numbers(*numbers: Any) -> None:
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"numbers must be whole and not negative, got {numbers}")
