@@ -27,8 +27,9 @@ from unittest import mock
 from torch._C._distributed_c10d import HashStore
 
 from decent_dp.membership import epochs as epochs_module
+from decent_dp.membership.epoch_store import Epoch
+from decent_dp.membership.epoch_store import EpochStore as Line
 from decent_dp.membership.epochs import Epochs
-from decent_dp.membership.epoch_store import Epoch, EpochStore as Line
 from decent_dp.topo import make_topology
 from decent_dp.transport import agreement as agreement_module
 from decent_dp.transport.agreement import Agreements, Decision, View

@@ -108,6 +108,7 @@ def shorten(transport: Any, seconds: float) -> None:
     timeout = timedelta(seconds=seconds)
     transport.timeout = transport._exchanges.policy._timeout = seconds
     transport._rendezvous = transport._control_rendezvous = replace(transport._rendezvous, timeout=timeout)
+    transport.control._timeout = seconds
     for communicator in transport._communicators.values():
         communicator._set_default_timeout(timeout)
 

@@ -147,6 +147,11 @@ class Agreements:
             return []
         return agreement.missing or [rank for rank in self._members(agreement) if rank not in agreement.statements]
 
+    def heard(self, name: str) -> list[str]:
+        """Texts of others in an agreement without a result, as far as they have come here. Any thread may call it."""
+        agreement = self._open.get(name)
+        return [] if agreement is None else [statement.text for statement in agreement.statements.copy().values()]
+
     def is_asked(self, name: str) -> bool:
         """Whether somebody wants all to contribute at once. Any thread may call it."""
         agreement = self._open.get(name)

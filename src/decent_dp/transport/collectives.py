@@ -70,7 +70,7 @@ class Collectives(Control):
         leave: called when this worker can take part in no call any more, so that the others do not wait for it.
         incarnation: of this process.
         paused: context manager in which this worker waits for others for long.
-        round_of: the latest known round of another worker.
+        round_of: the latest known round of another worker, which is waited for as long as it makes rounds; None: it is not.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Collectives(Control):
         leave: Callable[[], None] = lambda: None,
         incarnation: int = 0,
         paused: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-        round_of: Callable[[int], int] = lambda rank: -1,
+        round_of: Callable[[int], int] | None = None,
     ) -> None:
         self._plane, self._rank, self._node_of, self._timeout = plane, rank, node_of, timeout
         self._kind, self._among, self._explain, self._leave = kind, among, explain, leave
@@ -214,20 +214,23 @@ class Collectives(Control):
         while True:
             with contextlib.suppress(futures.TimeoutError):
                 return future.result(min(self._timeout / 10, _LOOK_AT_ROUNDS))
-            before, rounds, now = rounds, {rank: self._round_of(rank) for rank in self._plane.missing(name)}, time.monotonic()
+            missing, before, now = self._plane.missing(name), rounds, time.monotonic()
+            rounds = {} if self._round_of is None else {rank: self._round_of(rank) for rank in missing}
             # Of those that this worker has no connection to, others know whether they make rounds.
             moves = any(round_ < 0 or round_ > before.get(rank, round_) for rank, round_ in rounds.items())
             if moves and now - began <= _MOST_TIMEOUTS * self._timeout:
                 last = now
             if now - began <= self._timeout or (is_said and now - last <= self._timeout):
                 continue
-            names = ", ".join(f"worker {rank}" for rank in rounds) or "one of them"
+            names = ", ".join(f"worker {rank}" for rank in missing) or "one of them"
             text = (
                 f"not all living workers have come to {self._describe(what)} within the process group's timeout of "
                 f"{self._timeout:g} s: {names} did not."
             )
             if now - last > self._timeout:
-                raise PeerTimeoutError(f"{text} Make the same calls on every worker.")
+                raise PeerTimeoutError(
+                    f"{text} Make the same calls on every worker. Uneven numbers of batches need `with model.join():`."
+                )
             _log.warning("%s It is waited for, as it makes rounds. Is this call made on every worker?", text)
             is_said = True
 
@@ -316,7 +319,12 @@ class Collectives(Control):
 
     def _check(self, began: float) -> Callable[[int], None]:
         """A function that raises if a worker is not to be waited for any longer."""
-        name = self._name
+        name, call = self._name, self._describe(self._what)
+
+        def has_it(text: str) -> bool:
+            """Whether who says this has its result of the same collective."""
+            said = _Said.read(text)
+            return (said.call, said.history, said.text) == (call, self._history, _DONE)
 
         def check(peer: int) -> None:
             view = self._plane.view(peer)
@@ -324,7 +332,7 @@ class Collectives(Control):
                 raise PeerLostError(f"worker {peer} is gone")
             if view is View.UNKNOWN:
                 self._plane.connect(peer)
-            if self._plane.is_asked(name):
+            if self._plane.is_asked(name) or not all(map(has_it, self._plane.heard(name))):
                 raise PeerLostError("another worker has lost one, or makes another call")
             if time.monotonic() - began > self._timeout:
                 raise PeerTimeoutError(

@@ -74,6 +74,10 @@ class ControlPlane:
         self._call(propose)
         return future
 
+    def heard(self, name: str) -> list[str]:
+        """``Agreements.heard``."""
+        return self._agreements.heard(name)
+
     def is_asked(self, name: str) -> bool:
         """``Agreements.is_asked``."""
         return self._agreements.is_asked(name)

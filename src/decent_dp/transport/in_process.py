@@ -325,6 +325,9 @@ class _LocalPlane:
     def is_asked(self, name: str) -> bool:
         return self._hub.agreement(self._key(name)).is_asked
 
+    def heard(self, name: str) -> list[str]:
+        return list(self._hub.agreement(self._key(name)).texts.copy().values())
+
     def missing(self, name: str) -> list[int]:
         return self._hub.missing(self._key(name))
 
