@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from decent_dp.membership.line import Line, newest_epoch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,6 @@ import decent_dp
 from decent_dp.cli.app import run as command
 from decent_dp.errors import PeerLostError
 from decent_dp.membership import Epoch, joining, runs
-from decent_dp.membership.line import Line, newest_epoch
 from decent_dp.membership.runs import Reach, Run, choose, reach, register
 from decent_dp.transport.rendezvous import Rendezvous, address_key, network_stack
 from decent_dp.transport.store import add_to

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from decent_dp.membership.line import Epoch
 
 from benchmarks import many_seats, membership
-from decent_dp.membership.line import Epoch
 from decent_dp.transport.agreement import Agreements
 from decent_dp.transport.messages import HEADER_BYTES
 

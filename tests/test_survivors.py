@@ -54,7 +54,10 @@ class Company:
         for a, b in links:
             self.net.wires[min(a, b)].connect(max(a, b))
         nodes = [f"node {rank // 2}" for rank in range(n)]
-        self.controls = [Collectives(r.control_plane, rank, range(n), nodes, timeout) for rank, r in enumerate(self.net.wires)]
+        self.controls = [
+            Collectives(r.control_plane, rank, range(n), nodes, timeout, round_of=lambda _: -1)
+            for rank, r in enumerate(self.net.wires)
+        ]
 
     def wire(self, rank: int) -> Wire:
         return self.net.wires[rank]

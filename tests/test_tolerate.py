@@ -372,7 +372,8 @@ def is_not_finite(rank: int, n: int, kind: str, sick: list[int]) -> Any:
 
 @pytest.mark.parametrize("kind", [pytest.param("gossip", marks=pytest.mark.slow), "wrapper"])
 def test_a_mean_is_that_of_the_finite_replicas(workers, kind):
-    found = [outcome.value for outcome in workers.outcomes(4, is_not_finite, kind, [2])]
+    outcomes = workers.outcomes(4, is_not_finite, kind, [2])
+    found = [outcome.value for outcome in outcomes]
     counted = [own for own, *_ in found[:2] + found[3:]]
     squares = np.zeros(3)
     for name in counted[0]:

@@ -747,7 +747,7 @@ def test_a_worker_of_another_version_is_named():
         net.targets[0] = replace(net.targets[0], control=control, bulk=bulk, key=curve.public)
         net.wires[1].connect(0)
         assert not net.wires[1].is_connected(0)
-        assert "version 8, where version 7 was due" in str(net.wires[1].why_lost(0))
+        assert "version 9, where version 8 was due" in str(net.wires[1].why_lost(0))
     finally:
         answered.set()
         thread.join()

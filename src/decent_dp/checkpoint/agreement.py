@@ -50,13 +50,13 @@ class Gather:
             PeerLostError: a worker is gone, and faults are not tolerated; or the others have gone on without this one.
             PeerTimeoutError: a worker has not contributed within the timeout.
         """
-        deadline = time.monotonic() + timeout
-        while not self._result.done():
-            if cancelled is not None and cancelled.is_set():
-                return None
+        cancelled, deadline = cancelled or threading.Event(), time.monotonic() + timeout
+        while not (cancelled.is_set() or self._result.done()):
             if time.monotonic() > deadline:
                 raise PeerTimeoutError(f"{_workers(self._transport.missing(self._name))} {late}")
             futures.wait([self._result], _LOOK)
+        if cancelled.is_set():
+            return None
         texts, rank = self._result.result(), self._transport.rank
         if rank not in texts:
             raise PeerLostError(f"the others took worker {rank} for gone, and have gone on without it: before {before}.")

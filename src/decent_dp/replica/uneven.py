@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent import futures
@@ -19,20 +20,33 @@ _WHAT = "the end of join()"
 
 
 class _LastRound:
-    """The agreement on the last round: each worker votes for the one after its present round, when all have come, and goes no
-    further before it knows the largest vote."""
+    """The agreement on the number of rounds: when all have come each worker votes for those that it has begun, and begins no
+    other one before it knows the largest vote."""
 
     def __init__(self, transport: Transport, engine: Engine, number: int) -> None:
         self._transport, self._engine, self._number = transport, engine, number
-        self.vote: int | None = None
+        self._begun = engine.round
+        self._lock = threading.Lock()
+        self._vote: int | None = None
         self.votes: Future[Mapping[int, str]] = Future()
+
+    def begins(self) -> bool:
+        """Whether this worker begins a round now."""
+        round_ = self._engine.round
+        with self._lock:
+            # A round that nobody else has begun would be of no use to anybody.
+            begins = self._transport.newest_round() >= round_ if self._vote is None else round_ < self._vote
+            if begins:
+                self._begun = max(self._begun, round_ + 1)
+        return begins
 
     def cast(self, here: Future[Mapping[int, str]]) -> None:
         """Called in another thread: the training thread may be in a round, and others wait for the vote."""
         if here.exception() is None:
-            self.vote = self._engine.round + 1
+            with self._lock:
+                self._vote = self._begun
             try:
-                self._transport.agree(f"joined/{self._number}", str(self.vote), _WHAT).add_done_callback(self._end)
+                self._transport.agree(f"joined/{self._number}", str(self._vote), _WHAT).add_done_callback(self._end)
             except RuntimeError as error:  # the transport was closed
                 self.votes.set_exception(error)
 
@@ -64,10 +78,7 @@ def finish_together(
     while not last.votes.done():
         if here.done():
             _result(transport, here)
-        vote = last.vote  # first: it is set once, for the round after the one that is made then
-        all_are_here = vote is not None and engine.round < vote
-        # A round that nobody else has begun would be of no use to anybody.
-        if all_are_here or (vote is None and transport.newest_round() >= engine.round):
+        if last.begins():
             mix_only()
             deadline = time.monotonic() + transport.timeout
         elif time.monotonic() > deadline:
@@ -77,7 +88,7 @@ def finish_together(
                 f"{transport.timeout:g} s: join() goes around the loop on every worker."
             )
         else:
-            futures.wait([here, last.votes], _PAUSE, futures.FIRST_COMPLETED if vote is None else futures.ALL_COMPLETED)
+            futures.wait([last.votes], _PAUSE)
             between()
     end = max(map(int, _result(transport, last.votes).values()))
     while engine.round < end:

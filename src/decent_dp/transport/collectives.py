@@ -63,7 +63,8 @@ class Collectives(Control):
         ranks: of the workers that began the run.
         node_of: the name of each worker's node; the tree leaves a node as seldom as it can.
         timeout: seconds after which a wait for a living worker fails that makes no rounds meanwhile.
-        kind: of the names of agreements; the same on all of these workers, and no other ones have it.
+        kind, channel: of the names of agreements, and of blocks: the same on all of these workers, and others of this worker
+            have others.
         among: the workers whose collectives these are; None: all, those included that join.
         explain: without ``faults=``: the error for a collective in which these workers have not taken part, as they are gone.
             None: the others go on without them.
@@ -82,6 +83,7 @@ class Collectives(Control):
         timeout: float,
         *,
         kind: str = "call",
+        channel: int = 0,
         among: Sequence[int] | None = None,
         explain: Callable[[list[int], str], PeerLostError] | None = None,
         leave: Callable[[], None] = lambda: None,
@@ -92,6 +94,7 @@ class Collectives(Control):
         self._plane, self._rank, self._node_of, self._timeout = plane, rank, node_of, timeout
         self._kind, self._among, self._explain, self._leave = kind, among, explain, leave
         self._incarnation, self._paused, self._round_of = incarnation, paused, round_of
+        self._courier = plane.courier(channel)
         self._all = tuple(ranks)
         self.ranks: tuple[int, ...] = self._all
         # Of the members of all collectives since ``begin``: all of them must have had the same.
@@ -169,7 +172,7 @@ class Collectives(Control):
         """Calls ``make`` on all ``ranks``. Returns None if one of them has no result: the living workers are ``ranks`` then."""
         self._what = what
         result: T | None = None
-        self._plane.courier.begin(self.calls << _CALL | self._number)
+        self._courier.begin(self.calls << _CALL | self._number)
         try:
             result = make()
         except PeerLostError as error:
@@ -343,10 +346,10 @@ class Collectives(Control):
         return check
 
     def _put(self, peer: int, block: Any) -> None:
-        self._plane.courier.put(peer, bytes(block), self._check(time.monotonic()))
+        self._courier.put(peer, bytes(block), self._check(time.monotonic()))
 
     def _get(self, peer: int) -> bytes:
-        return self._plane.courier.get(peer, self._check(time.monotonic()))
+        return self._courier.get(peer, self._check(time.monotonic()))
 
     def _sum_up(self, flat: Tensor) -> None:
         """``flat`` becomes the mean at the root, and elsewhere the sum of a part of the tree."""

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 from decent_dp.errors import WireError
 from decent_dp.transport.agreement import NO_ROUND, Agreements, View
-from decent_dp.transport.courier import Courier
+from decent_dp.transport.courier import Courier, Couriers
 from decent_dp.transport.link import Key
 from decent_dp.transport.messages import AGREEMENT
 
@@ -42,7 +42,7 @@ class ControlPlane:
         incarnation: int = 0,
     ) -> None:
         self._call, self.view, self._connect = call, view, connect
-        self.courier = Courier(lambda peer, key, block: call(lambda: send_note(peer, key, block)))
+        self._couriers = Couriers(lambda peer, key, block: call(lambda: send_note(peer, key, block)))
         self._agreements = Agreements(
             rank,
             world_size,
@@ -74,6 +74,10 @@ class ControlPlane:
         self._call(propose)
         return future
 
+    def courier(self, channel: int) -> Courier:
+        """``Couriers.of``."""
+        return self._couriers.of(channel)
+
     def heard(self, name: str) -> list[str]:
         """``Agreements.heard``."""
         return self._agreements.heard(name)
@@ -101,7 +105,7 @@ class ControlPlane:
             WireError: it is none of those that are sent here.
         """
         if key[1] != AGREEMENT:
-            self.courier.hear(peer, key, text)
+            self._couriers.hear(peer, key, text)
             return
         try:
             self._agreements.hear(peer, text)
@@ -115,7 +119,7 @@ class ControlPlane:
 
     def reconnected(self, peer: int) -> None:
         """A connection was made, perhaps in place of a lost one."""
-        self.courier.reconnected(peer)
+        self._couriers.reconnected(peer)
         self._agreements.reconnected(peer)
 
     def close(self, cause: BaseException | None = None) -> None:

@@ -387,6 +387,9 @@ class Flow:
         if kind in (CALL, BLOCK):
             self._on_call(link.peer, key, body)
             return
+        if kind == BEAT:
+            self._hear_beat(link, header)
+            return
         self._hear_round(link, header)
         if kind == START and key[2] == HINT:
             _bound(link, key[1])
@@ -394,21 +397,25 @@ class Flow:
         elif kind == START:
             self.settlement.join(link, key)
             self._hear_start(link, header)
-        elif kind == BEAT:
-            link.paused = bool(header.flags & PAUSES)
-            link.epoch = max(link.epoch, header.epoch)
-            link.told = time.monotonic()
-            if header.flags & MOVES:
-                link.busy = link.told
-                for pair in link.pairs.values():
-                    pair.busy = pair.busy if pair.joined else link.told
-            if header.flags & ASKS:
-                self.beat(link)
         elif kind == VOTE and header.flags == ASK:
             self.settlement.answer(link, key[0], key[1])
         elif kind == VOTE:
             _bound(link, key[1])
             self.settlement.hear(link, Vote(key[0], key[1], header.flags == GOT))
+
+    def _hear_beat(self, link: Link, header: Header) -> None:
+        begun, first_bucket, _ = header.key
+        if first_bucket >= self.first_bucket:
+            link.round = max(link.round, begun - 1)
+        link.paused = bool(header.flags & PAUSES)
+        link.epoch = max(link.epoch, header.epoch)
+        link.told = time.monotonic()
+        if header.flags & MOVES:
+            link.busy = link.told
+            for pair in link.pairs.values():
+                pair.busy = pair.busy if pair.joined else link.told
+        if header.flags & ASKS:
+            self.beat(link)
 
     def _hear_start(self, link: Link, header: Header) -> None:
         key, is_offer = header.key, bool(header.flags & OFFERS)
@@ -462,10 +469,10 @@ class Flow:
             link.forget_rounds()
 
     def beat(self, link: Link, *, ask: bool = False) -> None:
-        """Says in which round and epoch this worker is; ``ask``: and asks for it."""
+        """Says how many rounds this worker has begun, and in which epoch it is; ``ask``: and asks for it."""
         if link.control is not None:
             flags = (ASKS if ask else 0) | (PAUSES if self.paused else 0) | (MOVES if self._moves() else 0)
-            link.control.send(pack(BEAT, (max(self.round, 0), self.first_bucket, 0), flags, epoch=self.epoch))
+            link.control.send(pack(BEAT, (self.round + 1, self.first_bucket, 0), flags, epoch=self.epoch))
 
     def _moves(self) -> bool:
         """Whether bytes of an exchange move in which both ends are. Who only waits for such a worker is not excused: so nobody

@@ -21,7 +21,7 @@ from decent_dp.topo import Edge
 from decent_dp.transport.agreement import View
 from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, ExchangeRequest, Handle, Transport, Verdict, written
 from decent_dp.transport.collectives import Collectives, needs_all
-from decent_dp.transport.courier import Courier
+from decent_dp.transport.courier import Courier, Couriers
 from decent_dp.transport.link import Key
 from decent_dp.transport.neighbours import Neighbours
 
@@ -51,7 +51,7 @@ class LocalHub:
         self._agreements: dict[str, _Agreement] = {}
         self.rounds: dict[tuple[str, int], int] = {}
         # Of each transport, by its run and its rank.
-        self.couriers: dict[tuple[str, int], Courier] = {}
+        self.couriers: dict[tuple[str, int], Couriers] = {}
 
     def transport(self, rank: int) -> InProcessTransport:
         return InProcessTransport(rank, self)
@@ -158,13 +158,13 @@ class InProcessTransport(Transport):
         super().__init__(rank, hub.world_size, run_id, hub.timeout, store)
         self._hub = hub
         self._plane = _LocalPlane(rank, hub, run_id)
-        self._control = self._collectives("start")
+        self._control = self._collectives("start", 0)
 
-    def _collectives(self, kind: str) -> Collectives:
+    def _collectives(self, kind: str, channel: int) -> Collectives:
         plane: Any = self._plane
         ranks, node_of = range(self.world_size), ["here"] * self.world_size
         explain = self._explain_absent if self.neighbours is None else None
-        return Collectives(plane, self.rank, ranks, node_of, self.timeout, kind=kind, explain=explain)
+        return Collectives(plane, self.rank, ranks, node_of, self.timeout, kind=kind, channel=channel, explain=explain)
 
     def _explain_absent(self, ranks: Sequence[int], what: str) -> PeerLostError:
         return PeerLostError(f"worker {ranks[0]} is gone; it was needed for {what}.{self._hub.said(ranks)}")
@@ -192,7 +192,7 @@ class InProcessTransport(Transport):
 
     def tolerate(self, faults: Tolerate) -> Neighbours:
         self.neighbours = _LocalNeighbours(self.rank, self._hub)
-        self._control = self._collectives("call")
+        self._control = self._collectives("call", 1)
         return self.neighbours
 
     def begin(self, bucket: int) -> None:
@@ -314,8 +314,7 @@ class _LocalPlane:
 
     def __init__(self, rank: int, hub: LocalHub, run_id: str) -> None:
         self._rank, self._hub, self._run_id = rank, hub, run_id
-        self.courier = Courier(self._send)
-        hub.couriers[run_id, rank] = self.courier
+        self._couriers = hub.couriers[run_id, rank] = Couriers(self._send)
 
     def agree(
         self, name: str, text: str, *, round_: int = 0, among: Sequence[int] | None = None, asks: bool = False
@@ -331,6 +330,9 @@ class _LocalPlane:
     def missing(self, name: str) -> list[int]:
         return self._hub.missing(self._key(name))
 
+    def courier(self, channel: int) -> Courier:
+        return self._couriers.of(channel)
+
     def view(self, rank: int) -> View:
         return View.LOST if rank in self._hub.lost else View.LINKED
 
@@ -338,8 +340,8 @@ class _LocalPlane:
         return
 
     def _send(self, rank: int, key: Key, block: bytes) -> None:
-        if (courier := self._hub.couriers.get((self._run_id, rank))) is not None:
-            courier.hear(self._rank, key, block)
+        if (couriers := self._hub.couriers.get((self._run_id, rank))) is not None:
+            couriers.hear(self._rank, key, block)
 
     def _key(self, name: str) -> str:
         return f"{self._run_id}/{name}"

@@ -39,6 +39,10 @@ __all__ = ["ProcessGroupTransport", "check_encrypt", "check_transport", "connect
 
 # Threads of ZeroMQ, each of which serves some connections: the environment variable, and how many there can be.
 _IO_THREADS, _MOST_IO_THREADS = "DECENT_DP_IO_THREADS", 16
+# The channels of collectives: before ``tolerate``, after it, and of a part of the workers.
+_START = 0
+_CALLS = 1
+_PART = 2
 # Seconds in which the store says whether it has the key of a worker that connects.
 _LOOK_UP = 2.0
 
@@ -203,7 +207,7 @@ class ProcessGroupTransport(Transport):
             dead_after,
         )
         self._known = WireNeighbours(self._wire, shared.rank, dead_after, self.timeout)
-        self._control = self._collectives("start", None)
+        self._control = self._collectives("start", _START, None)
         self._exchanges = WireExchanges(self._wire, shared.rank, shared.node_of, self._waiter, self.timeout, self._explain)
 
     def _gather_at_start(self, text: str) -> dict[int, str]:
@@ -212,18 +216,19 @@ class ProcessGroupTransport(Transport):
         dist.all_gather_object(texts, text, group=self._process_group)
         return dict(enumerate(texts))
 
-    def _collectives(self, kind: str, among: Sequence[int] | None) -> Collectives:
-        """Those of all workers, or of some. ``kind``: of the names of their agreements."""
+    def _collectives(self, kind: str, channel: int, among: Sequence[int] | None) -> Collectives:
+        """Those of all workers, or of some. ``kind``, ``channel``: as of ``Collectives``."""
         shared = self._control_rendezvous
         # Nothing is known of the nodes of those that may come.
         node_of = (*shared.node_of, *(f"worker {rank}" for rank in range(self.world_size, shared.places)))
         ranks, timeout = range(self.world_size) if among is None else among, shared.timeout.total_seconds()
         common = self._wire.control_plane, self.rank, ranks, node_of, timeout
         if self.neighbours is None:
-            return Collectives(*common, kind=kind, among=among, explain=self._explain_absent)
+            return Collectives(*common, kind=kind, channel=channel, among=among, explain=self._explain_absent)
         return Collectives(
             *common,
             kind=kind,
+            channel=channel,
             among=among,
             leave=lambda: self._wire.close(says_bye=False),
             incarnation=shared.incarnation,
@@ -299,7 +304,7 @@ class ProcessGroupTransport(Transport):
             shared.look_up_addresses()
         self._faults = faults
         self.neighbours = self._exchanges.policy = self._known
-        self._control = self._collectives("call", None)
+        self._control = self._collectives("call", _CALLS, None)
         return self.neighbours
 
     def leave_process_group(self) -> None:
@@ -320,7 +325,7 @@ class ProcessGroupTransport(Transport):
     def among(self, ranks: Sequence[int]) -> Transport:
         """The workers ``ranks``, this one included, as a transport of their own over the same connections; it is closed with
         this one. Called by these workers together."""
-        return Peers(self, ranks, self._collectives(f"part {' '.join(map(str, ranks))}", ranks))
+        return Peers(self, ranks, self._collectives(f"part {' '.join(map(str, ranks))}", _PART, ranks))
 
     def choose(self, edge: Edge, request: ExchangeRequest) -> WireExchanges | NcclPairs | AllReduceGroups:
         """The way of a request, by its device, its compression and the size of its edge."""

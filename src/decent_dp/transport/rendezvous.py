@@ -254,14 +254,6 @@ class Rendezvous:
         store = PrefixStore(name, self.store)
         return dist.ProcessGroupNCCL(store, list(ranks).index(self.rank), len(ranks), options)
 
-    def _device(self) -> Any:
-        interface = named_interface()[1]
-        if interface:
-            return dist.ProcessGroupGloo.create_device(interface=interface)
-        if len(self.local) == self.world_size - 1:  # nothing needs to listen beyond it
-            return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-        return dist.ProcessGroupGloo.create_default_device()
-
 
 def bind_to_secret(text: str) -> str:
     """Proves that this worker knows the user's secret; empty without one. Raises ValueError as ``run_secret`` does."""
