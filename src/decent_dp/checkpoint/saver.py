@@ -64,11 +64,12 @@ def save(
 ) -> Saving:
     """Saves everything that training needs to resume exactly, as the newest checkpoint in the folder ``path``.
 
-    Called by all workers at the same update, between two iterations or before the first. A pending update is made first. This
-    thread copies the replica's state in memory: parameters, buffers, optimizer states, gradients of an open window, and the
-    messages that this worker has sent in the exchange in flight. Other threads write it, one file per worker. The checkpoint is
-    complete when the files of all workers are there; until then the one before is the newest. A second save waits until this
-    worker's file of the first is written. A third one waits until the first is complete, or has failed.
+    Called by all workers at the same update, between two iterations or before the first. A pending update is made first, and
+    the exchange in flight is finished and mixed in, as by ``flush()``, so that the run which continues equals the one that
+    resumes. This thread copies the replica's state in memory: parameters, buffers, optimizer states, gradients of an open
+    window. Other threads write it, one file per worker. The checkpoint is complete when the files of all workers are there;
+    until then the one before is the newest. A second save waits until this worker's file of the first is written. A third one
+    waits until the first is complete, or has failed.
 
     Where faults are tolerated, all workers that live call it, and it is a checkpoint of as many workers. If one dies before its
     file is written, the checkpoint does not become complete (``error`` says so), and training continues.
@@ -95,7 +96,8 @@ def save(
             in this folder.
         RuntimeError: it was called inside a backward or ``join``, or the wrapper was closed.
         OutOfStepError: the workers have saved at different updates.
-        PeerLostError, PeerTimeoutError: not all workers have made this save; names those that have not.
+        PeerLostError, PeerTimeoutError: a worker that this one exchanges with is gone or silent, or not all workers have made
+            this save; names it, or those that have not.
     """
     replica = replica_of(model, "save")
     if replica.tolerates_faults:
