@@ -18,8 +18,7 @@ from decent_dp.checkpoint.files import Record, Shard, shard_name
 from decent_dp.checkpoint.folder import Sight
 from decent_dp.checkpoint.random_states import check_random_states, set_random_states
 from decent_dp.checkpoint.resize import combined, mean_tensors, sources, state_of_worker
-from decent_dp.checkpoint.saver import saver_of
-from decent_dp.checkpoint.trained import Trained, replica_of
+from decent_dp.checkpoint.saver import Trained, replica_of, saver_of
 from decent_dp.errors import CheckpointError
 from decent_dp.replica.consistency import call_on_all, model_signature, tensor_sizes
 from decent_dp.replica.replica import Replica
