@@ -569,6 +569,25 @@ def test_a_run_may_resume_with_other_settings(tmp_path, way, others):
             assert_equal(end, resumed)
 
 
+@pytest.mark.parametrize("name", ["momentum", "every third", "outer"])
+def test_the_users_own_state_dict_mixes_what_is_in_flight(name):
+    """The model's state dict may be taken before or after, as it refers to the parameters; the mean stays."""
+
+    def work(transport: InProcessTransport) -> Any:
+        run = on(transport, CASES[name], steps=4)
+        before, own = values(run.model), run.model.state_dict()
+        run.gossip.state_dict()
+        assert all(bucket.in_flight is None for bucket in run.gossip.engine.buckets)
+        assert_equal(dumb_copy(dict(own)), dumb_copy(dict(run.model.state_dict())))
+        return before, values(run.model)
+
+    found = run_replicas(2, work)
+    for old, new in found:
+        assert any(not torch.equal(value, new[key]) for key, value in old.items())
+    if name != "outer":  # the anchors move, too
+        assert_close(mean_of([new for _, new in found]), mean_of([old for old, _ in found]))
+
+
 def test_values_that_cannot_be_saved_are_named(tmp_path):
     class Odd(torch.optim.SGD):
         def state_dict(self) -> Any:

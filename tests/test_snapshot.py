@@ -150,6 +150,23 @@ def test_a_save_mixes_what_is_in_flight(name):
     assert new < (0.01 if name in ("plain", "group", "buckets") else 0.9) * old
 
 
+def test_a_save_asks_the_optimizers_hook():
+    """As before each mix of its bucket."""
+
+    def body(at: InProcessTransport) -> None:
+        model = trained(replace(JOBS["hooked"], options={"topology": "one-peer-exp", **MANY}), 3, at)
+
+        def far() -> Any:
+            return dumb_copy([state["far"] for one in model.optimizers for state in one.state.values()])
+
+        before = far()
+        take(model.replica)
+        assert before
+        assert not any(torch.equal(old, new) for old, new in zip(before, far(), strict=True))
+
+    run_replicas(2, body)
+
+
 def test_a_save_of_one_worker_alone_hangs_nobody():
     """It mixes earlier than its neighbour, and the mean of both stays."""
 
