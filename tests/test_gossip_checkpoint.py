@@ -569,7 +569,7 @@ def test_a_run_may_resume_with_other_settings(tmp_path, way, others):
             assert_equal(end, resumed)
 
 
-@pytest.mark.parametrize("name", ["momentum", "every third", "outer"])
+@pytest.mark.parametrize("name", ["momentum", "adam", "outer"])
 def test_the_users_own_state_dict_mixes_what_is_in_flight(name):
     """The model's state dict may be taken before or after, as it refers to the parameters; the mean stays."""
 
