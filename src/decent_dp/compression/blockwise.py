@@ -88,13 +88,6 @@ class Blockwise(Compression):
     ) -> None:
         """Reduces without the flag; the result for values that are not finite is never read."""
 
-    def _blocks_by_tensor(self) -> list[list[Block]]:
-        found: list[list[Block]] = [[] for _ in self.tensors]
-        for chunk in self.chunks:
-            for block in chunk.blocks:
-                found[block.tensor].append(block)
-        return found
-
     # -- values that are not finite ----------------------------------------------------------------------------------------
 
     def first_nonfinite(self, message: Tensor) -> tuple[int, int] | None:
@@ -108,10 +101,6 @@ class Blockwise(Compression):
     @abstractmethod
     def _first_nonfinite(self, message: Tensor, block: Block) -> int | None:
         """The first element of ``block`` that is not finite, as exactly as the message can say."""
-
-    @abstractmethod
-    def _finite(self, message: Tensor, chunk: Chunk) -> bool | Tensor:
-        """Whether all values in a written chunk are finite."""
 
     def _mark(self, out: Tensor, finite: bool | Tensor, rank: int) -> None:
         """Writes the flag."""

@@ -121,7 +121,7 @@ class Int8(Blockwise):
     def state(self) -> list[dict[str, Tensor]]:
         self._take_encoded()
         table = np.stack([self._seen, self._expected, self._failed, self._largest], axis=1)
-        counts = [len(blocks) for blocks in self._blocks_by_tensor()]
+        counts = np.bincount([block.tensor for block in self._blocks], minlength=len(self.tensors)).tolist()
         return [{"ranges": part} for part in torch.split(torch.from_numpy(table), counts)]
 
     def load_state(self, by_tensor: Sequence[Mapping[str, Tensor]]) -> None:
@@ -206,9 +206,6 @@ class Int8(Blockwise):
                 records[i] = _NOT_FINITE
         run.records(out).copy_(torch.from_numpy(records))
         return finite
-
-    def _finite(self, message: Tensor, chunk: Chunk) -> bool:
-        return not any(bool(run.records(message)[:, 0].isnan().any()) for run in self._runs[chunk.start])
 
     def _first_nonfinite(self, message: Tensor, block: Block) -> int | None:
         return 0 if bool(self._first_field(message, block).isnan()) else None
