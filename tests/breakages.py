@@ -49,10 +49,10 @@ BREAKAGES = [
     Breakage(
         "the weight of the next round's edge",
         "engine/engine.py",
-        "        bucket.in_flight = InFlight(round_, edge, hint, handle,",
+        "        bucket.in_flight = InFlight(round_, edge, handle,",
         "        following = self._topology.get_edge(round_.number + 1)\n"
         "        edge = following if len(following.ranks) > 1 and len(edge.ranks) > 1 else edge\n"
-        "        bucket.in_flight = InFlight(round_, edge, hint, handle,",
+        "        bucket.in_flight = InFlight(round_, edge, handle,",
     ),
     Breakage(
         "a worker that sits a round out uses its edge of the round before",
@@ -105,10 +105,10 @@ BREAKAGES = [
         "",
     ),
     Breakage(
-        "a checkpoint forgets the exchange in flight",
-        "engine/engine.py",
-        'exchange["in_flight"].update(dict.fromkeys(bucket.buffer.names, bucket.in_flight.round.number))',
-        'exchange["in_flight"].update({})',
+        "a save drops what is in flight",
+        "replica/snapshot.py",
+        "            for bucket in engine.buckets:\n",
+        "            engine.mark_stale()\n            for bucket in engine.buckets:\n",
     ),
 ]
 

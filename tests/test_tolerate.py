@@ -485,8 +485,9 @@ def goes_back(rank: int, n: int) -> Any:
     model, optimizer, replica = make(rank)
     for t in range(10):
         step(model, optimizer, t, rank)
+    own = replica.state_dict()  # first, as it mixes what is in flight
     kept = {name: value.clone() for name, value in model.state_dict().items()}
-    states = copy.deepcopy(optimizer.state_dict()), replica.state_dict()
+    states = copy.deepcopy(optimizer.state_dict()), own
     first = []
     for turn in range(2):
         for t in range(10, 30 if turn == 0 else 20):

@@ -468,6 +468,7 @@ class BackwardReplica(Replica):
         self.units, self._order, self.statistics = units, order, statistics
         self.optimizers[:] = [unit.optimizer for unit in units]
         self.schedulers[:] = [unit.scheduler for unit in units]
+        self.edits = {unit.bucket.number: unit.edit for unit in units}
         numbers = {id(param): number for number, param in enumerate(self.parameters.params)}
         owner = {numbers[id(param)]: i for i, unit in enumerate(units) for param in unit.buffer.params}
         self._bucket_of = [owner[number] for number in sorted(owner)]
@@ -563,8 +564,7 @@ class BackwardReplica(Replica):
 
     def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> list[Bucket]:
         """Calls the factories again, so that a snapshot fits any bucket size."""
-        order, numbers = snapshot["order"], self.parameters.numbers
-        self._loaded = []
+        order, numbers, self._loaded = snapshot["order"], self.parameters.numbers, []
         if order is not None:
             if not self.units:  # present units rebind their parameters themselves
                 undo.callback(self._builder.release)

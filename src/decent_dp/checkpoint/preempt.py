@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from decent_dp._checks import check_number
 from decent_dp.checkpoint.agreement import make_gather
-from decent_dp.checkpoint.trained import Trained, replica_of
+from decent_dp.checkpoint.saver import Trained, replica_of
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
 from decent_dp.replica.replica import Listener, Replica
 

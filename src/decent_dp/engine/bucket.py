@@ -28,19 +28,15 @@ class InFlight:
     """An exchange that was started. It carries its own round and edge, so that it is finished as it was started.
 
     Attributes:
-        hint: this worker's scale hint for it.
         handle: None if this worker sits the round out.
         near: the values that were sent, or about those, one per ``compression.tensors``: an edit needs them to decode its own
-            message. None after a restart.
-        hole: the other worker of the topology's edge is gone or silent, so that this one sits the round out.
+            message.
     """
 
     round: Round
     edge: Edge
-    hint: bytes = b""
     handle: Handle | None = None
-    near: list[Tensor] | None = None
-    hole: bool = False
+    near: Sequence[Tensor] = ()
 
     @property
     def sits_out(self) -> bool:
@@ -174,8 +170,7 @@ class Bucket:
         def place(flat: Tensor, tensor: int, start: int, stop: int) -> Tensor:
             return flat[firsts[tensor] + start : firsts[tensor] + stop]
 
-        near = self.values if in_flight.near is None else in_flight.near
-        for block, proposal in self.compression.proposals(near, self.messages[0]):
+        for block, proposal in self.compression.proposals(in_flight.near, self.messages[0]):
             for flat in (own, others):
                 place(flat, block.tensor, block.start, block.stop).copy_(proposal)
         for block, difference, unit in self.compression.differences(*self.messages):
@@ -241,81 +236,12 @@ class Bucket:
                     )
                 tensor.copy_(found)
 
-    def saved_exchange(self) -> dict[str, dict[str, Tensor]]:
-        """Returns the state of the exchange by tensor name: parts of the message, and of its hint.
-
-        The entries of a tensor do not depend on its bucket:
-
-            sent            the codes in flight, 1-D, in the order of its memory
-            records         the records in flight, float64 of shape (blocks, fields)
-            hint_in_flight  the hint for the exchange in flight, int8
-            ranges          the compression's ranges, float64 of shape (blocks, 4)
-
-        Entries that a compression does not need, or that are not in flight, are missing. Tensors may be views of the
-        message, which are valid until the next exchange starts.
-        """
-        sending = self.in_flight if self.in_flight is not None and not self.in_flight.sits_out else None
-        return self._exchange_entries(None if sending is None else sending.hint)
-
-    def _exchange_entries(self, hint: bytes | None) -> dict[str, dict[str, Tensor]]:
-        """The entries for the message to be sent and its hint; None: no exchange is in flight."""
-        compression, by_tensor = self.compression, self.compression.state()
-        if hint is not None:
-            for entries, parts in zip(by_tensor, compression.unpack(self.messages[0]), strict=True):
-                entries.update(parts)
-            if compression.needs_hints:
-                for entries, part in zip(by_tensor, compression.hint_by_tensor(hint), strict=True):
-                    entries["hint_in_flight"] = part
-        if len(by_tensor) < len(self.buffer.names):  # one flat tensor for all, which has codes only
-            sent, slots = by_tensor[0].get("sent"), self.buffer.plan.slots
-            by_tensor = [{} if sent is None else {"sent": sent[slot.offset : slot.offset + slot.spec.numel]} for slot in slots]
-        return dict(zip(self.buffer.names, by_tensor, strict=True))
-
-    def load_exchange(self, by_name: Mapping[str, Mapping[str, Tensor]], *, sending: bool) -> bytes | None:
-        """Loads the result of ``saved_exchange``, which may come from other buckets.
-
-        Args:
-            sending: whether the exchange in flight is resumed.
-
-        Returns:
-            The hint of the exchange in flight; None if it is not resumed.
-
-        Raises:
-            ValueError: an entry is missing, or has another shape or dtype; names the tensor.
-        """
-        compression, device = self.compression, self.buffer.plan.device
-        blank = bytes(compression.hint_nbytes)
-        wanted = self._exchange_entries(blank if sending else None)
-        entries = [_checked(name, by_name.get(name, {}), own) for name, own in wanted.items()]
-        if compression.needs_hints:
-            compression.load_state(entries)
-        if not sending:
-            return None
-        parts: list[Mapping[str, Tensor]] = [{**entry, "sent": entry["sent"].to(device)} for entry in entries]
-        if len(compression.tensors) < len(parts):
-            parts = [{"sent": torch.cat([part["sent"] for part in parts])}]
-        compression.pack(parts, self.messages[0])
-        return compression.hint_of([entry["hint_in_flight"] for entry in entries]) if compression.needs_hints else b""
-
-    def edge_state(self) -> dict[str, dict[str, Tensor]]:
-        """Returns the compression's state per edge by tensor name; only compressions with ``by_parameter`` have any."""
+    def compression_state(self) -> dict[str, dict[str, Tensor]]:
+        """Returns the compression's state by tensor name; the tensors may be live."""
         # One flat tensor for all parameters has no state.
-        return {
-            name: entries for name, entries in zip(self.buffer.names, self.compression.edge_state(), strict=False) if entries
-        }
+        return {name: entries for name, entries in zip(self.buffer.names, self.compression.state(), strict=False) if entries}
 
-    def load_edge_state(self, by_name: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Loads the result of ``edge_state``, which may come from other buckets."""
+    def load_compression_state(self, by_name: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Loads the result of ``compression_state``, which may come from other buckets, or from another compression."""
         if len(self.compression.tensors) == len(self.buffer.names):
-            self.compression.load_edge_state([by_name.get(name, {}) for name in self.buffer.names])
-
-
-def _checked(name: str, entries: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    for key, tensor in wanted.items():
-        found = entries.get(key)
-        if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
-            was = "is missing" if found is None else f"is {tuple(found.shape)} {found.dtype}"
-            raise ValueError(
-                f"'{key}' of the exchange of parameter '{name}' {was}, and should be {tuple(tensor.shape)} {tensor.dtype}"
-            )
-    return entries
+            self.compression.load_state([by_name.get(name, {}) for name in self.buffer.names])

@@ -239,15 +239,14 @@ class Engine:
         assert bucket.in_flight is None, "an exchange is started when the one before is finished"
         bucket.stale.clear()
         round_, edge = Round(self.round), bucket.topology.get_edge(self.round)
-        hole = self._leaves_out(bucket, edge)
-        if hole:
+        if self._leaves_out(bucket, edge):
             edge = Edge([self._transport.rank], 1.0)
         proposal = bucket.propose(round_)
         hint = bucket.compression.hint(proposal) if bucket.compression.needs_hints else b""
         # The proposal may be the replica itself, which moves on until an edit sees what was sent, as numbers modulo 256.
         moves = edit is not None and bucket.compression.needs_hints
         near = [value.clone() for value in proposal] if moves else proposal
-        self._send(bucket, round_, edge, proposal, hint, near, hole=hole)
+        self._send(bucket, round_, edge, proposal, hint, near)
 
     def _leaves_out(self, bucket: Bucket, edge: Edge) -> bool:
         """Whether the exchange of this round is left out, because the other worker is gone or silent; tells it so."""
@@ -361,24 +360,19 @@ class Engine:
         edge: Edge,
         proposal: list[Tensor],
         hint: bytes,
-        near: list[Tensor] | None = None,
-        *,
-        coded: bool = False,
-        hole: bool = False,
+        near: list[Tensor],
     ) -> None:
         handle = None
         if bucket.compression.pairs_only:
             self._refuse_groups(bucket, round_.number)
         if len(edge.ranks) > 1:
-            if not coded:
-                self._begin(bucket, round_.number, edge)
+            meeting = Topology.meetings(bucket.topology, round_.number, edge.ranks)
+            bucket.compression.begin(tuple(sorted(edge.ranks)), self._transport.rank, meeting)
             exchange_id = ExchangeId(round_.number, bucket.number)
-            request = ExchangeRequest(
-                bucket.compression, proposal, *bucket.messages, hint, self._transport.rank, exchange_id, coded
-            )
+            request = ExchangeRequest(bucket.compression, proposal, *bucket.messages, hint, self._transport.rank, exchange_id)
             handle = self._transport.start(edge, request)
             self.bytes_sent += handle.bytes_sent
-        bucket.in_flight = InFlight(round_, edge, hint, handle, near, hole)
+        bucket.in_flight = InFlight(round_, edge, handle, near)
 
     def _refuse_groups(self, bucket: Bucket, round_: int) -> None:
         """Of a topology without a period not all rounds were seen at construction. All workers raise the same."""
@@ -389,44 +383,24 @@ class Engine:
                 f"{largest}: use another topology or another compression."
             )
 
-    def _begin(self, bucket: Bucket, round_: int, edge: Edge) -> None:
-        meeting = Topology.meetings(bucket.topology, round_, edge.ranks)
-        bucket.compression.begin(tuple(sorted(edge.ranks)), self._transport.rank, meeting)
-
     # -- saving and resuming -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state from which a run resumes exactly, without waiting for an exchange.
+        """Returns the state from which a run with nothing in flight resumes exactly.
 
         Returns:
             round, factor
             rule          {"kind": class name, "state": {tensor name: {key: tensor}}}
-            compression   {tensor name: the compression's state per edge}
-            exchange      {"parameters": {tensor name: see ``Bucket.saved_exchange``}, "stale": names of tensors whose
-                          difference is to be dropped, "in_flight": {tensor name: the round of its exchange in flight}};
-                          None if it cannot be resumed
+            compression   {tensor name: {key: tensor}}
 
-        The tensors are live: copy them before the next round.
+        The tensors may be live: copy them before the next round.
         """
-        resumable = bool(self.buckets) and self.started == self.round - 1
-        exchange: dict[str, Any] = {"parameters": {}, "stale": [], "in_flight": {}}
         rule: dict[str, Any] = {"kind": type(self.rule).__name__, "state": {}}
         compression: dict[str, Any] = {}
         for bucket in self.buckets:
             rule["state"].update({name: state for name, state in bucket.rule_state().items() if state})
-            compression.update(bucket.edge_state())
-            if resumable:
-                exchange["parameters"].update(bucket.saved_exchange())
-                if bucket.in_flight is not None and not bucket.in_flight.hole:
-                    exchange["in_flight"].update(dict.fromkeys(bucket.buffer.names, bucket.in_flight.round.number))
-                    exchange["stale"] += [name for name in bucket.buffer.names if name in bucket.stale]
-        return {
-            "round": self.round,
-            "factor": self.factor,
-            "rule": rule,
-            "compression": compression,
-            "exchange": exchange if resumable else None,
-        }
+            compression.update(bucket.compression_state())
+        return {"round": self.round, "factor": self.factor, "rule": rule, "compression": compression}
 
     def check_rule_state(self, saved: Mapping[str, Any]) -> None:
         """Checks that the saved state of a rule belongs to this rule.
@@ -440,54 +414,3 @@ class Engine:
                 f"the rule was {saved['kind']} when this was saved, and is {kind} now: its state does not fit. Use the "
                 "same rule, or load the parameters alone (load_state_dict)."
             )
-
-    def prepare(self, bucket: Bucket, state: Mapping[str, Any], *, resumed: bool) -> bytes | None:
-        """Loads the result of ``state_dict`` into a new bucket, whose tensors need not have their values yet.
-
-        Args:
-            resumed: whether all workers resume the exchange.
-
-        Returns:
-            The hint of the exchange in flight; None if none is.
-
-        Raises:
-            ValueError: the state does not fit; names the tensor.
-        """
-        if state["rule"]["state"]:
-            bucket.load_rule_state(state["rule"]["state"])
-        bucket.load_edge_state(state["compression"])
-        if not resumed:
-            return None
-        round_ = _resumed_round(bucket, state)
-        edge = None if round_ is None else bucket.topology.get_edge(round_)
-        sending = edge is not None and len(edge.ranks) > 1
-        if round_ is not None and edge is not None and sending:
-            self._begin(bucket, round_, edge)
-        return bucket.load_exchange(state["exchange"]["parameters"], sending=sending)
-
-    @torch.no_grad()
-    def resume(self, state: Mapping[str, Any], hints: Iterable[bytes | None]) -> None:
-        """Sends the loaded messages again.
-
-        Args:
-            state: the result of ``state_dict``; round and factor are set already.
-            hints: the results of ``prepare``, one per bucket.
-        """
-        self.started = self.round - 1
-        stale = set(state["exchange"]["stale"])
-        for bucket, hint in zip(self.buckets, hints, strict=True):
-            number = _resumed_round(bucket, state)
-            if number is not None:
-                round_, edge = Round(number), bucket.topology.get_edge(number)
-                if hint is None:
-                    bucket.in_flight = InFlight(round_, edge)
-                else:
-                    self._send(bucket, round_, edge, bucket.values, hint, coded=True)
-            bucket.stale = stale & set(bucket.buffer.names)
-
-
-def _resumed_round(bucket: Bucket, state: Mapping[str, Any]) -> int | None:
-    """The round of the saved exchange in flight of these tensors; None if there is none, or it was of other buckets."""
-    rounds = {state["exchange"]["in_flight"].get(name) for name in bucket.buffer.names}
-    number = rounds.pop() if len(rounds) == 1 else None
-    return number if number is not None and Topology.mixes(bucket.topology, number) else None

@@ -83,7 +83,7 @@ class Host(Listener):
             if not self._replica.engine.exchanges and len(self._company.members) > 1:
                 raise RuntimeError("this worker has not mixed yet")
             # What is in flight, and what edges have learned, is between this worker and others.
-            snapshot = {**take(self._replica), "exchange": None, "compression": {}, "grads": {}}
+            snapshot = {**take(self._replica, settled=False), "compression": {}, "grads": {}}
             bucket, epochs = self._replica.engine.first_bucket, self._company.epochs
             known = None if epochs is None else epochs.known
             state = {"first_bucket": bucket, "epoch": known, "snapshot": snapshot}

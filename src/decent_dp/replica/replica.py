@@ -24,7 +24,7 @@ from decent_dp._checks import check_integer
 from decent_dp._sizes import MIB
 from decent_dp.arguments import FLOAT_DTYPES
 from decent_dp.compression import check_compression
-from decent_dp.engine import Bucket, Engine
+from decent_dp.engine import Bucket, Edit, Engine
 from decent_dp.faults import Roster
 from decent_dp.membership import Epochs, MembershipMonitor
 from decent_dp.replica.averaging import average_parts_, check_finite, mean_square_distance
@@ -81,6 +81,7 @@ class Replica(ABC):
         mean: the backup while the replica holds the mean.
         listeners: notified of every round.
         optimizers: the ones that train this replica.
+        edits: by bucket number, what its optimizer does with the sum that is mixed in.
         cadence: in which rounds calls of all workers are due.
         scaler: the GradScaler of its loss, or None.
         steps: optimizer steps taken.
@@ -122,6 +123,7 @@ class Replica(ABC):
         self.listeners: list[Listener] = []
         self.cadence = Cadence()
         self.optimizers: list[Optimizer] = []
+        self.edits: Mapping[int, Edit | None] = {}
         self.scaler: torch.amp.GradScaler | None = None
         self.steps = 0
         self.joining = False

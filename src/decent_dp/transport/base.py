@@ -61,7 +61,6 @@ class ExchangeRequest:
         hint: this worker's scale hint for the exchange.
         rank: this worker's.
         exchange_id: which exchange it is.
-        coded: ``sent`` was written before the run was resumed, and is sent as it is.
     """
 
     compression: Compression
@@ -71,15 +70,10 @@ class ExchangeRequest:
     hint: bytes
     rank: int
     exchange_id: ExchangeId
-    coded: bool = False
 
     def encode(self, hints: Sequence[bytes]) -> Iterator[int]:
         """Writes ``sent`` front to back, given the others' hints; yields how many bytes of it are final."""
         message_id = MessageId(self.exchange_id.round, self.rank)
-        if self.coded:
-            self.compression.resume(self.sent, message_id, [self.hint, *hints])
-            yield self.compression.nbytes
-            return
         steps = self.compression.encode(self.values, self.sent, message_id, [self.hint, *hints])
         while True:
             with torch.no_grad():  # not around the yield: the caller would go on without gradients
