@@ -186,7 +186,7 @@ def test_a_death_in_a_mean(make, monkeypatch, victim, blocks):
     put, get = Courier.put, Courier.get
 
     def count(courier: Courier) -> None:
-        if courier is company.wire(victim).control_plane.courier:
+        if courier is company.wire(victim).control_plane.courier(0):
             if left["blocks"] == 0:
                 company.kill(victim)
                 raise KilledError

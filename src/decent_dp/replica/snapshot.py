@@ -113,14 +113,12 @@ def settle(replica: Replica) -> None:
 
     It waits for messages of this and earlier rounds, and for no call of the other workers.
     """
-    engine, company = replica.engine, replica.company
+    engine = replica.engine
     with replica.faults(), torch.inference_mode(False):
         replica.rebind()
         with replica.mean.suspended():
             for bucket in engine.buckets:
                 engine.finish(bucket, replica.edits.get(bucket.number)).raise_if_failed()
-            if company is not None:
-                engine.settle(in_flight=False, seconds=0.3 * company.faults.dead_after)
 
 
 def engine_entries(replica: Replica) -> dict[str, Any]:
