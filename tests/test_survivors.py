@@ -368,24 +368,6 @@ def test_parts_of_a_network_do_not_share_a_call(make):
     assert again == {key: [0, 1, 2, 3] for key in range(4)}
 
 
-def test_an_epoch_does_not_wait_for_a_worker_that_is_silent(make):
-    """One that is frozen for less than ``dead_after``: a call waits for it, and an epoch does not."""
-    company = make(3, ring(3))
-    company.run(lambda rank, control: control.gather(rank))
-    planes = [company.wire(rank).control_plane for rank in range(3)]
-    for plane in planes:
-        plane.govern("epoch/", lambda name: None, lambda name, decision: decision)
-    company.net.freeze(2, 0.8 * DEAD_AFTER)
-    began = time.monotonic()
-    call = [planes[rank].propose("call", "") for rank in (0, 1)]
-    epoch = [planes[rank].propose("epoch/1", "") for rank in (0, 1)]
-    assert list(epoch[0].result(5).texts) == list(epoch[1].result(5).texts) == [0, 1]
-    assert 0.2 * DEAD_AFTER < time.monotonic() - began < 0.8 * DEAD_AFTER
-    assert not call[0].done()
-    planes[2].propose("call", "")
-    assert list(call[0].result(5).texts) == [0, 1, 2]
-
-
 def call_of(round_: int, *, late: float = 0.0) -> Callable[[int, SurvivorControl], list[Any]]:
     """A call of two gathers, to which worker 2 comes ``late``."""
 

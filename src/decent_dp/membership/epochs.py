@@ -429,9 +429,10 @@ class Epochs:
         now = time.monotonic()
         if now < self._keep_at:
             return
-        if self._keep_at == 0.0 and known.number:
-            found = self._store.read(known.number)
-            if found is not None and found.text != known.text:  # all others that knew this one had died with the store
+        # A next one without a proposal was put back. One in place of the newest: all others that knew this had died with a store.
+        for number in [known.number + 1, *([known.number] if self._keep_at == 0.0 and known.number else [])]:
+            found = self._store.read(number)
+            if found is not None and found.text != known.text:
                 self._take_in(found)
                 return
         is_newest, begins = self.is_member and self._is_most(self._here()), self._begins and not known.number
