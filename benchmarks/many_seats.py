@@ -1,7 +1,7 @@
 """A run with many seats in virtual time: the real protocol of members at one store, and what it asks and computes.
 
-The ``Epochs`` and ``EpochStore`` of all workers run in one process; there are no tensors and no sockets. Workers hear those that
-they meet in the rounds of the present members (base-2).
+The ``Epochs`` and ``EpochStore`` of all workers run in one process; there are no tensors and no sockets. Workers hear those
+that they meet in the rounds of the present members (base-2).
 
 A worker's computation is real: the seconds of its thread. It takes no virtual time, nor do calls of the store.
 """
@@ -311,7 +311,7 @@ class World:
 def world_of(n: int, **options: Any) -> Iterator[World]:
     """A world, whose clock is that of the epochs."""
     clock = SimpleNamespace(monotonic=lambda: 0.0)
-    no_thread = mock.patch.object(epochs_module, "start_thread", lambda *_: True)
+    no_thread = mock.patch.object(epochs_module, "start_thread", return_value=True)
     with no_thread, mock.patch.object(epochs_module, "time", clock):
         world = World(n, **options)
         clock.monotonic = lambda: world.now

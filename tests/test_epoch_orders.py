@@ -1,19 +1,19 @@
 """The protocol of epochs with three workers, in all orders of events up to a bound: a search, where ``test_epoch_model`` draws.
 
-The real ``Epochs`` and ``EpochStore`` run. Time passes in ticks, of one round each. Within a tick the search tries all orders in
-which the calls of the store are made. Before each of these one worker may die, in the middle of a look. A call, or its answer,
-may be lost. A call may be slow: its worker trains on, and the call is made when the others have long gone on without it.
+The real ``Epochs`` and ``EpochStore`` run. Time passes in ticks, of one round each. Within a tick the search tries all orders
+in which the calls of the store are made. Before each of these one worker may die, in the middle of a look. A call, or its
+answer, may be lost. A call may be slow: its worker trains on, and it is made when the others have long gone on without it.
 
 A schedule is a list of choices. It is run from the beginning; then all other choices at its new points are tried. A run ends
 where it comes to a state that was seen before, so that two orders of calls to the same end count as one.
 
 What must hold is what ``test_epoch_model`` checks: who is named in an epoch mixes in none of its rounds by an earlier one, both
-ends of an edge have planned its round for the same members, and there is one text of each number. In the end those that live are
-the members of one epoch, with no promise left: every wait ends.
+ends of an edge have planned its round for the same members, and there is one text of each number. In the end those that live
+are the members of one epoch, with no promise left: every wait ends.
 
-The bound: at first one worker, ``wanting``, wants an epoch, and worker 1 is a round ahead. Disturbances begin within ``WITHIN``
-ticks, and the end is after ``END``. The searches are complete; not tried is more than one disturbance of a kind. Not tried here,
-but in ``test_epoch_model``: cut links, processes that join, and a store that loses what it has.
+The bound: at first one worker, ``wanting``, wants an epoch, and worker 1 is a round ahead. Disturbances begin within
+``WITHIN`` ticks, and the end is after ``END``. The searches are complete. Not tried here, but in ``test_epoch_model``: two
+disturbances, cut links, processes that join, and a store that loses what it has.
 """
 
 from __future__ import annotations
@@ -171,7 +171,14 @@ class Orders(World):
         state += [self.look_at, self.sleeps_until, sorted(self.line)]
         for worker in self.living():
             epochs, thread = worker.epochs, worker.thread
-            state += [worker.round, worker.last, worker.epoch, worker.mixed, sorted(worker.missed.items()), sorted(worker.vouched)]
+            state += [
+                worker.round,
+                worker.last,
+                worker.epoch,
+                worker.mixed,
+                sorted(worker.missed.items()),
+                sorted(worker.vouched),
+            ]
             state += [epochs._known, epochs.newest, epochs._own, epochs._new, epochs._promise, epochs._promised_at]
             state += [epochs._is_told, epochs._proposer, epochs._wanted, epochs._heard, epochs._is_away, epochs._keep_at > 0]
             state += [epochs._is_forgotten, epochs.mixing_from, epochs.reserved_until, sorted(epochs.absent)]

@@ -475,13 +475,21 @@ def test_the_address_of_a_process_that_joins_is_found_in_a_store_that_was_restar
         stop(server)
 
 
+BEFORE = Epoch(1, 40, 7, (0, 1, 2), {2: 3}, "")
+# What its members promise to know.
+SINCE = 1, 40, 7, 3
+
+
 def promise_of(
-    rank: int, until: int, *, incarnation: int = 0, absent: tuple[int, ...] = (), joining: Any = None, since: Any = (1, 40, 7, 3)
+    rank: int,
+    until: int,
+    *,
+    incarnation: int = 0,
+    absent: tuple[int, ...] = (),
+    joining: Any = None,
+    since: Any = (1, 40, 7, 3),
 ) -> Promise:
     return Promise(rank, incarnation, until, absent, joining or {}, since)
-
-
-BEFORE = Epoch(1, 40, 7, (0, 1, 2), {2: 3}, "")
 
 
 def test_an_epoch_counts_the_shares_of_data_before_it():

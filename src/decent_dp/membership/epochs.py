@@ -7,9 +7,9 @@ epoch begins with the round after the largest promise: nobody has passed it, so 
 a second ahead, so that nobody leaves a round out meanwhile.
 
 Who has proposed writes the epoch when all members have promised whose processes have not ended, or after a wait: of those that
-have, and are heard by another one. If it dies, the others do so, one after the other. It does not matter who writes, nor how late: the first text under a
-number stays, and all that it names have promised not to mix before they know it. A promise is made once, and never taken back:
-somebody may have read it. A worker that is busy training promises all the same, as its membership thread does.
+have, and are heard by another one. If it dies, the others do so, one after the other. It does not matter who writes, nor how
+late: the first text under a number stays, and all that it names have promised not to mix before they know it. A promise is made
+once, and never taken back: somebody may have read it. The membership thread makes it, also while training is busy.
 
 So of a network that has fallen into parts only those with the store make epochs. Without it there are none: members that are
 gone stay holes. A store that is back and empty gets the newest epoch again from members that hear a majority of it, and they
@@ -82,7 +82,13 @@ class Epochs:
     """
 
     def __init__(
-        self, rank: int, world_size: int, neighbours: Neighbours, topology: EpochTopology, store: EpochStore, incarnation: int = 0
+        self,
+        rank: int,
+        world_size: int,
+        neighbours: Neighbours,
+        topology: EpochTopology,
+        store: EpochStore,
+        incarnation: int = 0,
     ) -> None:
         self._rank, self._incarnation = rank, incarnation
         self._neighbours, self._topology, self._store = neighbours, topology, store
@@ -429,7 +435,7 @@ class Epochs:
         now = time.monotonic()
         if now < self._keep_at:
             return
-        # A next one without a proposal was put back. One in place of the newest: all others that knew this had died with a store.
+        # A next one without a proposal was put back. Another one of this number: all others that knew this one have died.
         for number in [known.number + 1, *([known.number] if self._keep_at == 0.0 and known.number else [])]:
             found = self._store.read(number)
             if found is not None and found.text != known.text:

@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 
 from torch._C._distributed_c10d import Store
 
-from decent_dp.membership.index import Entry, UnreadableError, parse, runs_in
 from decent_dp.membership.epoch_store import Epoch, EpochStore, newest_epoch
+from decent_dp.membership.index import Entry, UnreadableError, parse, runs_in
 from decent_dp.transport.addresses import probe
 from decent_dp.transport.peer_errors import UnreachableError
 from decent_dp.transport.rendezvous import address_key, network_stack
