@@ -40,13 +40,13 @@ __all__ = ["Epochs"]
 _log = logging.getLogger(__name__)
 
 # Seconds that a promise is ahead of the present round: a proposal is seen, and the epoch known, before they are over.
-_AHEAD = 1.0
+_AHEAD = 1.2
 # Rounds that it is ahead at least: the present one may have begun.
 _LEAST = 2
 # Seconds between two looks for a proposal. Each worker looks, at one store.
-_LOOK = 0.5
+_LOOK = 0.4
 # Seconds between two looks at an epoch that is under way: others leave rounds out if it comes late.
-_SOON = 0.2
+_SOON = 0.1
 # Seconds for which a process waits for a seat before an epoch is proposed for it, as others may come at the same time; and
 # without a look after a worker has left.
 _SETTLE = 0.5
