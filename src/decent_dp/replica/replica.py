@@ -90,7 +90,7 @@ class Replica(ABC):
         joining: whether it is inside ``join``, where every round tells the others that this worker is active.
         closed: whether rounds are over.
         superseded: whether it was closed because a newer replica took the model over.
-        company: the other workers, where faults are tolerated.
+        monitor: the other workers, where faults are tolerated.
     """
 
     # The name of the driver in snapshots, and in messages.
@@ -109,7 +109,7 @@ class Replica(ABC):
         self.topology = agreed.topology
         neighbours, compression = agreed.neighbours, check_compression(agreed.settings.compression)
         self.engine = Engine(self.transport, self.topology, agreed.rule, compression, neighbours)
-        self.company: MembershipMonitor | None = None
+        self.monitor: MembershipMonitor | None = None
         # Of a process that joins a run: makes it a member.
         self.before_first_round: Callable[[], None] | None = None
         if neighbours is not None and agreed.faults is not None:
@@ -118,8 +118,8 @@ class Replica(ABC):
                 rank, n = transport.rank, transport.world_size
                 incarnation = transport.incarnation if isinstance(transport, NewcomerTransport) else 0
                 epochs = Epochs(rank, n, neighbours, self.topology, agreed.epochs, incarnation)
-            self.company = MembershipMonitor(self.transport, neighbours, agreed.faults, epochs)
-            self.company.callbacks.append(lambda _, new: tell_replicas(self.optimizers, new.size))
+            self.monitor = MembershipMonitor(self.transport, neighbours, agreed.faults, epochs)
+            self.monitor.callbacks.append(lambda _, new: tell_replicas(self.optimizers, new.size))
         self.mean = Mean(self.parameters.locate)
         self.statistics = Statistics([], {})
         self.listeners: list[Listener] = []
@@ -182,7 +182,7 @@ class Replica(ABC):
 
     def begin_round(self, *, active: bool = True) -> None:
         """Called before any bucket is used. ``active``: this worker has not run out of data."""
-        if self.joining and active and self.company is None:
+        if self.joining and active and self.monitor is None:
             # The first collective of the round, because workers that have run out wait for it.
             self._flags.append(self.transport.control.mean(torch.ones(1, dtype=torch.float32, device="cpu")))
             if len(self._flags) > _FLAGS_IN_FLIGHT:
@@ -194,17 +194,17 @@ class Replica(ABC):
         if self.before_first_round is not None:
             self.before_first_round()
             self.before_first_round = None
-        if self.company is not None:
+        if self.monitor is not None:
             if self.engine.started is None:
                 self.everyone.leave_process_group()
-            self.company.look(self.engine.round)
+            self.monitor.look(self.engine.round)
             self.catch_up()
 
     def use_buckets(self, buckets: list[Bucket]) -> None:
         """Replaces all buckets, after the optimizers."""
         self.engine.install(buckets)
-        if self.company is not None:
-            self.company.restart()
+        if self.monitor is not None:
+            self.monitor.restart()
         if _log.isEnabledFor(logging.DEBUG):
             sizes = [bucket.buffer.plan.numel * bucket.buffer.plan.dtype.itemsize / MIB for bucket in buckets]
             _log.debug(
@@ -272,7 +272,7 @@ class Replica(ABC):
             listener.reached_boundary()
 
     def _wait_while_cut_off(self, *, at_once: bool) -> None:
-        while not self.closed and self.company is not None and self.company.has_to_wait(self.engine.round, at_once=at_once):
+        while not self.closed and self.monitor is not None and self.monitor.has_to_wait(self.engine.round, at_once=at_once):
             self._tell_boundary()
 
     def invalidate(self, params: Iterable[Tensor] | None = None) -> None:
@@ -298,9 +298,9 @@ class Replica(ABC):
         try:
             yield
             self.apply_pending()
-            if self.company is not None:
-                self.company.join(self.engine, self.mix_only, self._tell_boundary)
-            while self.company is None and self._anybody_active():
+            if self.monitor is not None:
+                self.monitor.join(self.engine, self.mix_only, self._tell_boundary)
+            while self.monitor is None and self._anybody_active():
                 self.mix_only()
         except Exception as error:
             self.everyone.report(f"{type(error).__name__} in round {self.engine.round}: {error}")
@@ -321,7 +321,7 @@ class Replica(ABC):
     def roster(self) -> Roster:
         """Who takes part, and who is left out."""
         n = self.transport.world_size
-        return Roster(0, self.transport.rank, n, tuple(range(n)), ()) if self.company is None else self.company.roster
+        return Roster(0, self.transport.rank, n, tuple(range(n)), ()) if self.monitor is None else self.monitor.roster
 
     def on_roster(self, callback: Callable[[Roster, Roster], None]) -> None:
         """Registers ``callback(old, new)``, which is called before the first round of each new roster, in the training thread.
@@ -329,9 +329,9 @@ class Replica(ABC):
         Raises:
             RuntimeError: faults are not tolerated, so that the roster stays as it is.
         """
-        if self.company is None:
+        if self.monitor is None:
             raise RuntimeError("on_roster needs faults=decent_dp.Tolerate(...): without it the workers stay the same.")
-        self.company.callbacks.append(callback)
+        self.monitor.callbacks.append(callback)
 
     def stats(self) -> Stats:
         """Counters of this worker, cheap enough to read at every step."""
@@ -346,8 +346,8 @@ class Replica(ABC):
             rejected=engine.rejected,
             nonfinite=engine.nonfinite,
             holes=engine.holes,
-            one_sided=0 if self.company is None else self.company.neighbours.one_sided,
-            reconnects=0 if self.company is None else self.company.neighbours.reconnects,
+            one_sided=0 if self.monitor is None else self.monitor.neighbours.one_sided,
+            reconnects=0 if self.monitor is None else self.monitor.neighbours.reconnects,
         )
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -435,7 +435,7 @@ class Replica(ABC):
     @property
     def tolerates_faults(self) -> bool:
         """Whether workers may be in different rounds, or gone."""
-        return self.company is not None
+        return self.monitor is not None
 
     def begin_collective(self, what: str) -> None:
         """Checks, before a collective call of the user's, that all workers make this one, at the same round.
@@ -447,19 +447,19 @@ class Replica(ABC):
         self.refuse_before_member(what)
         self.apply_pending()
         self.refuse_stopped()
-        if self.company is not None:
-            self.company.look(self.engine.round)
+        if self.monitor is not None:
+            self.monitor.look(self.engine.round)
             self._wait_while_cut_off(at_once=True)
         engine, control = self.engine, self.everyone.control
-        control.begin(what, engine.round if self.company is None else self.company.newest_round(engine.round))
-        rounds = check_same_call(control, engine.round, engine.factor, what, same_round=self.company is None)
-        if self.company is not None:
+        control.begin(what, engine.round if self.monitor is None else self.monitor.newest_round(engine.round))
+        rounds = check_same_call(control, engine.round, engine.factor, what, same_round=self.monitor is None)
+        if self.monitor is not None:
             # Those that were silent or late for a while are in other rounds, with as many updates.
             engine.go_to(max(rounds))
             if self.mean.backup is None:
                 # A worker in a later round may have mixed what is in flight here.
                 self.rebind()
-                engine.settle(in_flight=min(rounds) < max(rounds), seconds=0.3 * self.company.faults.dead_after)
+                engine.settle(in_flight=min(rounds) < max(rounds), seconds=0.3 * self.monitor.faults.dead_after)
 
     def close(self) -> None:
         """Waits for the exchange in flight, drops it, and releases the connections; parameters stay as they are.
@@ -485,8 +485,8 @@ class Replica(ABC):
             self.closed = True
             self.remove_hooks()
             tell_replicas(self.optimizers, 1)
-            if self.company is not None:
-                self.company.close()
+            if self.monitor is not None:
+                self.monitor.close()
             self.everyone.close()
 
     @property
