@@ -27,12 +27,12 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.many_seats import CHURN, DEAD_AFTER, REFUSED, world_of
-from decent_dp.transport.sockets import SILENT
 
 RESULT = Path(__file__).parent / "results" / "membership.json"
-# Seats, and virtual seconds of churn for each. The second case has far more messages.
-KILLED, UNREACHABLE, ASKED = {64: 1200, 256: 150, 512: 60, 1000: 30}, {64: 1200, 256: 150, 512: 45}, 10_000
-BEGIN = 2.0  # virtual seconds before the churn
+# Seats, and virtual seconds of churn for each.
+KILLED, UNREACHABLE, ASKED = {64: 1200, 256: 150, 512: 90, 1000: 60}, {64: 1200, 256: 150, 512: 90, 1000: 60}, 10_000
+BEGIN = 2.0  # virtual seconds until all have begun
+CALM = 10.0  # and those before the churn
 
 
 @contextlib.contextmanager
@@ -50,16 +50,17 @@ def measure(n: int, seconds: float, notice: float, seed: int = 0) -> dict[str, A
     """Figures of ``n`` seats under churn for so many virtual seconds."""
     with world_of(n, seed=seed, notice=notice) as world, no_garbage_collection():
         world.run(BEGIN)
-        before, start = world.figures(), dict(world.figures())
+        start = world.figures()
+        world.run(BEGIN + CALM)
+        before = world.figures()
+        calm = {name: (before[name] - start[name]) / CALM for name in ("operations", "store_bytes")}
         for worker in world.workers:
             worker.cpu = 0.0
-        world.at(world.random.uniform(0.0, min(1.0 / (CHURN * n), seconds)), lambda: world.disturb(BEGIN + seconds))
-        world.run(BEGIN + seconds)
+        began = world.now
+        world.at(world.random.uniform(0.0, min(1.0 / (CHURN * n), seconds)), lambda: world.disturb(began + seconds))
+        world.run(began + seconds)
         found = {name: value - before[name] for name, value in world.figures().items()}
-        names = [f"epoch/{number}" for number in range(before["epochs"] + 1, world.common + 1)]
-        notes = [world.notes_of[name] for name in names]
-        # The last epoch may be unfinished. It counts neither here nor in the seconds of computation.
-        per_epoch = sum(notes) / (world.notes or 1) / (len(names) or 1)
+        epochs = found["epochs"] or 1  # the last one may be unfinished
         late = [world.now - died - notice for _, _, died in world.missing if world.now - died > notice]
         return {
             "seats": n,
@@ -68,20 +69,21 @@ def measure(n: int, seconds: float, notice: float, seed: int = 0) -> dict[str, A
             "start_operations": start["operations"],
             "start_store_bytes": start["store_bytes"],
             "epochs": found["epochs"],
+            "calm_operations_per_s": calm["operations"],
+            "calm_bytes_per_s": calm["store_bytes"],
             "operations_per_s": found["operations"] / seconds,
             "store_bytes_per_s": found["store_bytes"] / seconds,
-            "messages_per_epoch": statistics.fmean(notes),
-            "bytes_per_epoch": statistics.fmean(world.bytes_of[name] for name in names),
-            "largest_message": world.largest,
-            "too_large": world.too_large,
+            "operations_per_epoch": (found["operations"] - calm["operations"] * seconds) / epochs,
+            "bytes_per_epoch": (found["store_bytes"] - calm["store_bytes"] * seconds) / epochs,
+            "largest_text": max(map(len, world.store.texts.values())),
             "deaths": len(world.reached) + len(late),
             "reached_median": statistics.median([*world.reached, *late]),
             "reached_worst": max([*world.reached, *late]),
             "not_reached": len(late),
             "seated_median": statistics.median(world.seated) if world.seated else None,
             "held": found["held"] / found["steps"],
-            "cpu_busiest_per_epoch": max(worker.cpu for worker in world.workers) * per_epoch,
-            "cpu_mean_per_epoch": statistics.fmean(worker.cpu for worker in world.workers) * per_epoch,
+            "cpu_busiest_per_epoch": max(worker.cpu for worker in world.workers) / epochs,
+            "cpu_mean_per_epoch": statistics.fmean(worker.cpu for worker in world.workers) / epochs,
         }
 
 
@@ -120,9 +122,11 @@ _GROWING = (
     "start_store_bytes",
     "operations_per_s",
     "store_bytes_per_s",
-    "messages_per_epoch",
+    "calm_operations_per_s",
+    "calm_bytes_per_s",
+    "operations_per_epoch",
     "bytes_per_epoch",
-    "largest_message",
+    "largest_text",
     "cpu_busiest_per_epoch",
     "cpu_mean_per_epoch",
 )
@@ -138,13 +142,6 @@ def project(rows: list[dict[str, Any]], n: int) -> dict[str, Any]:
     return found
 
 
-def quiet_after(n: int) -> float:
-    """Mean seconds until an epoch waits for no machine that has vanished, from the first one on: the busy time of a queue with
-    Poisson arrivals, equal times of service and a server for each."""
-    rate = CHURN * n
-    return math.expm1(rate * SILENT * DEAD_AFTER) / rate
-
-
 def reached(row: dict[str, Any]) -> str:
     """Median and worst, and of how many deaths. One that no epoch has answered at the end counts with its time so far."""
     least = "≥ " if row["not_reached"] else ""
@@ -154,18 +151,19 @@ def reached(row: dict[str, Any]) -> str:
 def table(result: dict[str, Any]) -> str:
     """The committed table."""
     lines = [
-        "| seats | store: operations per second | per epoch: messages | per epoch: MB | largest message, KB | busiest worker: "
-        "CPU s per epoch | killed: s to a common epoch, median (worst) of deaths | unreachable: the same | unreachable: held |",
+        "| seats | store: operations per second without changes | per epoch: operations | per epoch: MB | largest text, KB | "
+        "busiest worker: CPU s per epoch | killed: s to a common epoch, median (worst) of deaths | unreachable: the same | "
+        "unreachable: held |",
         "|" + "---|" * 9,
     ]
     for row in [*result["killed"], result["projected"]]:
         other = next((r for r in result["unreachable"] if r["seats"] == row["seats"]), None)
         cells = [
             f"{row['seats']:,}" + (", measured" if "seconds" in row else ", projected"),
-            f"{row['operations_per_s']:,.0f}",
-            f"{row['messages_per_epoch']:,.0f}",
+            f"{row['calm_operations_per_s']:,.0f}",
+            f"{row['operations_per_epoch']:,.0f}",
             f"{row['bytes_per_epoch'] / 1e6:,.1f}",
-            f"{row['largest_message'] / 1e3:,.0f}",
+            f"{row['largest_text'] / 1e3:,.0f}",
             f"{row['cpu_busiest_per_epoch']:.2g}",
             *(reached(r) if r and "seconds" in r else "–" for r in (row, other)),
             f"{100 * other['held']:.0f} %" if other else "–",
@@ -176,7 +174,6 @@ def table(result: dict[str, Any]) -> str:
 
 def main() -> None:
     result: dict[str, Any] = {"machine": "one of two shared cores", "store_rate": store_rate(), "killed": [], "unreachable": []}
-    result["quiet_after"] = {str(n): quiet_after(n) for n in (*KILLED, 2000, ASKED)}
     for n in KILLED:
         for case, sizes, notice in (("killed", KILLED, REFUSED), ("unreachable", UNREACHABLE, DEAD_AFTER)):
             if n in sizes:

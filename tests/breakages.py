@@ -110,6 +110,66 @@ BREAKAGES = [
         "            for bucket in engine.buckets:\n",
         "            engine.mark_stale()\n            for bucket in engine.buckets:\n",
     ),
+    Breakage(
+        "a promise is made again, for a later round",
+        "membership/epochs.py",
+        "            if self._promise is None:\n                self.absent",
+        "            if True:\n                self.absent",
+    ),
+    Breakage(
+        "an epoch does not wait for promises",
+        "membership/epochs.py",
+        "        if not missing:\n            return True\n",
+        "        if missing is not None:\n            return True\n",
+    ),
+    Breakage(
+        "the last text of an epoch counts",
+        "membership/epoch_store.py",
+        '            won = store.compare_set(own, "", epoch.text)\n            if',
+        "            store.set(own, epoch.text)\n            won = epoch.text.encode()\n            if",
+    ),
+    Breakage(
+        "an epoch begins with the round after the smallest promise",
+        "membership/epoch_store.py",
+        "start = max([since, *(promise.until + 1 for promise in promises.values())])",
+        "start = max(since, min(promise.until + 1 for promise in promises.values()))",
+    ),
+    Breakage(
+        "a worker mixes on after its promise",
+        "membership/epochs.py",
+        "self._neighbours.stop_mixing_after(None if self._promise is None else self.reserved_until)",
+        "self._neighbours.stop_mixing_after(None)",
+    ),
+    Breakage(
+        "a worker that knows that it was left out mixes on",
+        "membership/epochs.py",
+        "                self._neighbours.stop_mixing_after(-1)\n",
+        "                self._neighbours.stop_mixing_after(None)\n",
+    ),
+    Breakage(
+        "a worker that was left out for a while mixes before its epoch begins",
+        "membership/epochs.py",
+        "self.mixing_from = epoch.start if has_missed else 0",
+        "self.mixing_from = 0",
+    ),
+    Breakage(
+        "a store that has lost epochs takes a new one from any worker",
+        "membership/epoch_store.py",
+        "            if not (is_newest or store.check([whole])):\n                return None\n",
+        "",
+    ),
+    Breakage(
+        "a lost call of the store is not made again",
+        "membership/epochs.py",
+        "            self._is_told, self._keep_at = False, 0.0\n",
+        "            self._is_told, self._keep_at = True, 0.0\n",
+    ),
+    Breakage(
+        "nobody decides in place of a worker that has died",
+        "membership/epochs.py",
+        "return is_here + [rank for rank in living if rank != first].index(self._rank)",
+        "return 100",
+    ),
 ]
 
 

@@ -80,11 +80,11 @@ def is_connected(replica: Any) -> bool:
     """To the members that have joined, to all if this one has, and to its partners. Others need no connection: of four that
     began the run, workers 0 and 3 never meet in 'base-2'."""
     inner = getattr(replica, "replica", replica)
-    own, newest = inner.everyone.rank, inner.company.epochs.newest
+    own, newest = inner.everyone.rank, inner.monitor.epochs.newest
     start = max(replica.stats().rounds, newest.start)
     needed = {rank for t in range(start, start + 32) for rank in inner.topology.get_edge(t).ranks}
     needed |= set(newest.members if own in newest.incarnations else newest.incarnations) & set(newest.members)
-    return needed <= {own, *inner.company.neighbours.living()}
+    return needed <= {own, *inner.monitor.neighbours.living()}
 
 
 def has_begun(replica: Any) -> bool:
@@ -509,8 +509,8 @@ def joiner_dies(rank: int, n: int) -> Any:
     if rank == N:
         newcomer_module.receive_state = lambda stream, *_: (stream.recv_into(bytearray(100)), die())  # type: ignore[assignment, return-value]
     if rank == N + 1:
-        company = newcomer_module._Newcomer
-        company.enter = lambda self: _ask_and_die(self)  # type: ignore[method-assign]
+        monitor = newcomer_module._Newcomer
+        monitor.enter = lambda self: _ask_and_die(self)  # type: ignore[method-assign]
     if rank == N + 2:
         hear_said("dead")
         time.sleep(4)
@@ -526,7 +526,7 @@ def joiner_dies(rank: int, n: int) -> Any:
 
 
 def _ask_and_die(newcomer: Any) -> None:
-    with newcomer._company.neighbours.visit(0, 0) as stream:
+    with newcomer._monitor.neighbours.visit(0, 0) as stream:
         say(stream, {"seat": VICTIM, "incarnation": newcomer._transport.incarnation})
         time.sleep(0.3)
         die()

@@ -72,10 +72,10 @@ def has_no_store(rank: int, n: int) -> Any:
     log = Lines()
     model, optimizer, replica = make(rank, topology="ring", faults=decent_dp.Tolerate(dead_after=1.0))
 
-    def probe() -> None:
+    def run(*_: Any) -> None:
         raise ConnectionError("a test")
 
-    replica.company.epochs._line.probe = probe
+    replica.monitor.epochs._store._store.run = run
     for t in range(300):
         if (rank, t) == (2, 10):
             os.kill(os.getpid(), signal.SIGKILL)

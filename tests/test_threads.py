@@ -55,22 +55,17 @@ def break_connections(replica: Any) -> None:
     wire.call(lambda: [wire.flow.lose(link, "a test") for link in wire.flow.links.values()])
 
 
-def break_keep(replica: Any) -> None:
-    replica.company.epochs._line.keep, replica.company.epochs._keep_at = fail, 0.0
-
-
 def break_dial(replica: Any) -> None:
     process_group.find = fail
     break_connections(replica)
 
 
 # The thread, the workers on which something in it is broken, and what. Worker 2 leaves, so that the others want an epoch.
-# Worker 0 decides on it, and either may be the one that asks the store before. Of two workers the second one dials.
+# Of two workers the second one dials.
 FATAL: list[tuple[str, set[int], Callable[[Any], None]]] = [
-    ("decent_dp-epochs", {0}, break_keep),
-    ("decent_dp-epochs", {0, 1}, lambda replica: setattr(replica.company.epochs._line, "probe", fail)),
-    ("decent_dp-ratify", {0}, lambda replica: setattr(replica.company.epochs._line, "write", fail)),
-    ("decent_dp-transport", {0}, lambda replica: setattr(replica.company.epochs, "_seat", fail)),
+    ("decent_dp-membership", {0}, lambda replica: setattr(replica.monitor.epochs._store, "is_proposed", fail)),
+    ("decent_dp-membership", {0, 1}, lambda replica: setattr(replica.monitor.epochs._store, "decide", fail)),
+    ("decent_dp-membership", {0}, lambda replica: setattr(replica.monitor.epochs, "_seat", fail)),
     ("decent_dp-dial", {1}, break_dial),
 ]
 
@@ -120,7 +115,7 @@ def test_an_error_in_a_decision_ends_a_worker_that_is_a_thread():
     def body(transport: InProcessTransport) -> str:
         model, optimizer, replica = make(0, transport=transport, topology="ring")
         if transport.rank == 0:
-            replica.company.epochs._seat = fail
+            replica.monitor.epochs._seat = fail
         if transport.rank == 2:
             return ""
         try:
@@ -140,7 +135,7 @@ def test_an_error_in_a_decision_ends_a_worker_that_is_a_thread():
 def has_guests(rank: int, n: int) -> Any:
     log = Lines()
     model, optimizer, replica = make(rank)
-    neighbours = replica.company.neighbours
+    neighbours = replica.monitor.neighbours
     if rank == 0:
         replica.everyone._wire.on_guest = fail
         say("broken")

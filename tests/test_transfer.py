@@ -270,9 +270,9 @@ class Member:
         self.values, self.boundaries, self.taken = values, 0, 0
         self.engine, self.neighbours = SimpleNamespace(exchanges=1, first_bucket=0), SimpleNamespace(is_paused=False)
         faults: Any = SimpleNamespace(dead_after=dead_after)
-        company: Any = SimpleNamespace(members=(0, 1), epochs=None, faults=faults, neighbours=self.neighbours)
+        monitor: Any = SimpleNamespace(members=(0, 1), epochs=None, faults=faults, neighbours=self.neighbours)
         replica: Any = SimpleNamespace(engine=self.engine)
-        self.host = Host(replica, company)
+        self.host = Host(replica, monitor)
         self.ends = threading.Event()
         self.thread = threading.Thread(target=self._train, daemon=True)
         self.thread.start()

@@ -110,10 +110,10 @@ class RosterSampler(Sampler[list[int]]):
         self._rosters, self._first = [], replica.roster.epoch
         missing, round_ = dealt - self._look(replica.engine.round)[0], replica.engine.round
         self._rosters = []
-        if replica.company is None:
+        if replica.monitor is None:
             self._base += missing
         else:
-            replica.company.deal_from(round_, replica.roster.dealt_before(round_) + missing)
+            replica.monitor.deal_from(round_, replica.roster.dealt_before(round_) + missing)
 
     def _look(self, round_: int) -> tuple[int, int]:
         """The shares dealt before a round, and this worker's seat in it."""
@@ -130,8 +130,8 @@ class RosterSampler(Sampler[list[int]]):
             del known[0]
         found = next((roster for roster in reversed(known) if roster.start <= at), known[0])
         # Before that, a process that has joined had no seat; and a change may have happened that is not known yet.
-        company, is_seated = self._replica.company, at >= found.start or found.epoch == self._first
-        seat = found.seat if is_seated and (company is None or company.knows(at)) else -1
+        monitor, is_seated = self._replica.monitor, at >= found.start or found.epoch == self._first
+        seat = found.seat if is_seated and (monitor is None or monitor.knows(at)) else -1
         return self._base + found.dealt_before(at) + self._ahead * self._replica.transport.world_size, seat
 
     def _batch(self, share: int) -> list[int]:

@@ -106,7 +106,7 @@ class Epoch:
 
     @classmethod
     def stored(cls, number: int, value: bytes | None) -> Epoch | None:
-        """The epoch that the store has under this number; None: no worker has written it. So it counts as if it was not there."""
+        """The epoch that the store has under this number. None: no worker has written it, so that it counts as missing."""
         with contextlib.suppress(*_UNREADABLE):
             return None if value is None else cls.read(number, value.decode())
         return None

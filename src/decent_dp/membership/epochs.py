@@ -7,9 +7,9 @@ epoch begins with the round after the largest promise: nobody has passed it, so 
 a second ahead, so that nobody leaves a round out meanwhile.
 
 Who has proposed writes the epoch when all members have promised whose processes have not ended, or after a wait: of those that
-have, and are heard by another one. If it dies, the others do so, one after the other. It does not matter who writes, nor how late: the first text under a
-number stays, and all that it names have promised not to mix before they know it. A promise is made once, and never taken back:
-somebody may have read it. A worker that is busy training promises all the same, as its membership thread does.
+have, and are heard by another one. If it dies, the others do so, one after the other. It does not matter who writes, nor how
+late: the first text under a number stays, and all that it names have promised not to mix before they know it. A promise is made
+once, and never taken back: somebody may have read it. The membership thread makes it, also while training is busy.
 
 So of a network that has fallen into parts only those with the store make epochs. Without it there are none: members that are
 gone stay holes. A store that is back and empty gets the newest epoch again from members that hear a majority of it, and they
@@ -40,13 +40,13 @@ __all__ = ["Epochs"]
 _log = logging.getLogger(__name__)
 
 # Seconds that a promise is ahead of the present round: a proposal is seen, and the epoch known, before they are over.
-_AHEAD = 1.0
+_AHEAD = 1.2
 # Rounds that it is ahead at least: the present one may have begun.
 _LEAST = 2
 # Seconds between two looks for a proposal. Each worker looks, at one store.
-_LOOK = 0.5
+_LOOK = 0.4
 # Seconds between two looks at an epoch that is under way: others leave rounds out if it comes late.
-_SOON = 0.2
+_SOON = 0.1
 # Seconds for which a process waits for a seat before an epoch is proposed for it, as others may come at the same time; and
 # without a look after a worker has left.
 _SETTLE = 0.5
@@ -435,9 +435,10 @@ class Epochs:
         now = time.monotonic()
         if now < self._keep_at:
             return
-        if self._keep_at == 0.0 and known.number:
-            found = self._store.read(known.number)
-            if found is not None and found.text != known.text:  # all others that knew this one had died with the store
+        # A next one without a proposal was put back. Another one of this number: all others that knew this one have died.
+        for number in [known.number + 1, *([known.number] if self._keep_at == 0.0 and known.number else [])]:
+            found = self._store.read(number)
+            if found is not None and found.text != known.text:
                 self._take_in(found)
                 return
         is_newest, begins = self.is_member and self._is_most(self._here()), self._begins and not known.number

@@ -24,9 +24,14 @@ __all__ = ["join", "look_at_run", "newest_run"]
 
 _log = logging.getLogger(__name__)
 
-# Seconds for a connection to the store, until a run is registered or a place is free, and between two looks; and looks after
-# which a process that has taken a place and is no member counts as ended.
-_SECONDS, _FREE, _AGAIN, _LOOKS = 5.0, 30.0, 0.5, 10
+# Seconds for a connection to the store.
+_SECONDS = 5.0
+# Seconds until a run is registered or a place is free: a store that was started again gets its runs from their members.
+_FREE = 30.0
+# Seconds between two looks at the store.
+_AGAIN = 0.5
+# Looks after which a process that has taken a place and is no member counts as ended.
+_LOOKS = 10
 # Seconds for the answers of a store, which may be stopped.
 _ANSWER = 20.0
 

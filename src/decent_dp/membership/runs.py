@@ -24,8 +24,12 @@ __all__ = ["Ask", "Reach", "Run", "choose", "reach", "register", "registered", "
 
 _log = logging.getLogger(__name__)
 
-# Seconds for the answer of a worker, for those of a whole run, and for those of others before a new one begins.
-_ANSWER, _ANSWERS, _OTHERS = 1.0, 3.0, 5.0
+# Seconds for the answer of a worker, which may be stopped.
+_ANSWER = 1.0
+# Seconds for those of a whole run, whose machines may be gone.
+_ANSWERS = 3.0
+# Seconds for those of other runs before a new one begins, which they delay.
+_OTHERS = 5.0
 
 T = TypeVar("T")
 

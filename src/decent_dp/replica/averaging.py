@@ -72,7 +72,7 @@ def check_finite(
                 "there, as BatchNorm's reset_running_stats() does, or leave buffers out (averaged(buffers=False) of "
                 "gossip(), sync_buffer_in_global_avg=False of the wrapper)."
             )
-    if problems and (replica.company is None or len(problems) == len(found)):
+    if problems and (replica.monitor is None or len(problems) == len(found)):
         raise NonFiniteError(next(iter(problems.values())))
     if problems:
         _log.warning("%s is without the replicas of workers %s, which hold a NaN or an infinity", what, list(problems))
@@ -92,7 +92,7 @@ def average_parts_(replica: Replica, parts: Sequence[Tensor], buffers: Sequence[
     control = replica.everyone.control
     shards = [local(buffer) for buffer in buffers if is_sharded(buffer)]
     whole = [buffer for buffer in buffers if not is_sharded(buffer)]
-    if replica.company is None:
+    if replica.monitor is None:
         distances = average_(replica.transport.control, parts)
         average_(replica.transport.control, shards)
         average_(control, whole)
@@ -115,7 +115,7 @@ def mean_square_distance(replica: Replica) -> float:
     pairs = zip(replica.parameters.params, replica.parameters.locate(), strict=True)
     # Parts that a replica holds several times count once.
     parts = [part.detach() for param, part in pairs if holds_first_copy(param)]
-    counts = None if replica.company is None else all(map(all_finite, parts))
+    counts = None if replica.monitor is None else all(map(all_finite, parts))
 
     def gather() -> list[float | None]:
         if counts is not None and not any(control.gather(counts)):

@@ -59,8 +59,8 @@ class Host(Listener):
     The copy that a newcomer gets is kept for a while if the connection breaks, and the rest of it is sent over another one.
     """
 
-    def __init__(self, replica: Replica, company: MembershipMonitor) -> None:
-        self._replica, self._company = replica, company
+    def __init__(self, replica: Replica, monitor: MembershipMonitor) -> None:
+        self._replica, self._monitor = replica, monitor
         # What newcomers wait for, if any do: a copy from the next boundary.
         self._wanted: Future[_Kept] | None = None
         # By name; changed under the lock.
@@ -80,11 +80,11 @@ class Host(Listener):
         if wanted is None:
             return
         try:
-            if not self._replica.engine.exchanges and len(self._company.members) > 1:
+            if not self._replica.engine.exchanges and len(self._monitor.members) > 1:
                 raise RuntimeError("this worker has not mixed yet")
             # What is in flight, and what edges have learned, is between this worker and others.
             snapshot = {**take(self._replica, settled=False), "compression": {}, "grads": {}}
-            bucket, epochs = self._replica.engine.first_bucket, self._company.epochs
+            bucket, epochs = self._replica.engine.first_bucket, self._monitor.epochs
             known = None if epochs is None else epochs.known
             state = {"first_bucket": bucket, "epoch": known, "snapshot": snapshot}
             text, tensors = encode(state, "")
@@ -107,7 +107,7 @@ class Host(Listener):
     def serve(self, stream: Stream) -> None:
         """Called with the connection of a process of this run that is no member."""
         with stream, contextlib.suppress(OSError):
-            stream.settimeout(self._company.faults.dead_after)
+            stream.settimeout(self._monitor.faults.dead_after)
             try:
                 request = hear(stream) or {}
                 with self._place():
@@ -161,7 +161,7 @@ class Host(Listener):
 
     def _refuse_paused(self) -> None:
         """There is no boundary while this worker waits in a call of all, or for the state of another one."""
-        if self._company.neighbours.is_paused:
+        if self._monitor.neighbours.is_paused:
             raise RuntimeError("it waits for others")
 
     def _give_state(self, stream: Stream, name: str, begin: Any) -> None:
@@ -176,7 +176,7 @@ class Host(Listener):
             send_state(stream, kept.copy, begin)
             hear(stream)  # it has all of it
         except OSError:
-            seconds = _KEPT * self._company.faults.dead_after
+            seconds = _KEPT * self._monitor.faults.dead_after
             raise
         finally:
             with self._lock:
@@ -190,14 +190,14 @@ class Host(Listener):
         self._copies = {name: kept for name, kept in self._copies.items() if kept.users or kept.until > now}
 
     def _give_seat(self, stream: Stream, rank: int, incarnation: int) -> None:
-        company = self._company
-        deadline = time.monotonic() + 2 * company.faults.dead_after
-        while not company.is_free(rank, incarnation):  # its process may be frozen, or have ended just now
+        monitor = self._monitor
+        deadline = time.monotonic() + 2 * monitor.faults.dead_after
+        while not monitor.is_free(rank, incarnation):  # its process may be frozen, or have ended just now
             if time.monotonic() > deadline:
                 raise RuntimeError(f"worker {rank} lives")
             say(stream, None)
             time.sleep(_PAUSE / 4)
-        epochs = company.epochs
+        epochs = monitor.epochs
         assert epochs is not None
         try:
             epoch = _await(stream, epochs.offer(rank, incarnation))

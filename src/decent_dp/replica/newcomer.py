@@ -46,13 +46,13 @@ def open_doors(replica: R) -> R:
     Raises:
         PeerLostError: no member has given it.
     """
-    company, transport = replica.company, replica.everyone
-    if company is None:
+    monitor, transport = replica.monitor, replica.everyone
+    if monitor is None:
         return replica
-    host = Host(replica, company)
-    replica.listeners += [host, _Healer(replica, company)]
+    host = Host(replica, monitor)
+    replica.listeners += [host, _Healer(replica, monitor)]
     if isinstance(transport, NewcomerTransport):
-        newcomer = _Newcomer(replica, company, transport)
+        newcomer = _Newcomer(replica, monitor, transport)
         try:
             newcomer.fetch()
         except BaseException:
@@ -67,27 +67,27 @@ def open_doors(replica: R) -> R:
             if (found := serve()) is not None:
                 found(stream)
 
-    company.neighbours.welcome(host_guest)
+    monitor.neighbours.welcome(host_guest)
     return replica
 
 
 class _Newcomer:
-    def __init__(self, replica: Replica, company: MembershipMonitor, transport: NewcomerTransport) -> None:
-        self._replica, self._company, self._transport = replica, company, transport
+    def __init__(self, replica: Replica, monitor: MembershipMonitor, transport: NewcomerTransport) -> None:
+        self._replica, self._monitor, self._transport = replica, monitor, transport
 
     def fetch(self) -> None:
         """Gets the state of a member."""
-        company = self._company
-        rank, state = _fetch_state(self._replica, company, company.newest_members)
+        monitor = self._monitor
+        rank, state = _fetch_state(self._replica, monitor, monitor.newest_members)
         _log.info("worker %d has the state of worker %d", self._transport.rank, rank)
         self._replica.engine.count_buckets_from(state["first_bucket"])
         put_back(self._replica, state["snapshot"])
-        assert company.epochs is not None
-        company.epochs.learn(state["epoch"])
+        assert monitor.epochs is not None
+        monitor.epochs.learn(state["epoch"])
 
     def enter(self) -> None:
         """Becomes a member, and continues in the first round of the epoch."""
-        replica, transport, company = self._replica, self._transport, self._company
+        replica, transport, monitor = self._replica, self._transport, self._monitor
         own, incarnation = transport.rank, transport.incarnation
 
         def seat(stream: Stream, seconds: float) -> tuple[Epoch, dict[str, Any]]:
@@ -99,15 +99,16 @@ class _Newcomer:
             return epoch, answer
 
         # The epoch waits for workers that have been silent for less than ``dead_after``, and some may fall silent meanwhile.
-        patience = _STUCK + 2 * company.faults.dead_after
-        _, (epoch, answer) = _ask(company, transport, company.newest_members, "a seat", seat, patience=patience)
+        patience = _STUCK + 2 * monitor.faults.dead_after
+        _, (epoch, answer) = _ask(monitor, transport, monitor.newest_members, "a seat", seat, patience=patience)
         if answer["first_bucket"] != replica.engine.first_bucket:  # the others have loaded another state in the meantime
             self.fetch()
         fetched = replica.engine.round
-        company.enter(epoch)
+        monitor.enter(epoch)
+        replica.joins = answer["joins"]
         others = {rank: epoch.incarnations.get(rank, 0) for rank in epoch.members if rank != own}
         first = max(epoch.start, fetched)
-        with company.neighbours.paused():
+        with monitor.neighbours.paused():
             transport.enter(others, answer["calls"], first)
             replica.engine.enter(first, epoch.members)
         # The others have made about as many steps as rounds.
@@ -117,8 +118,8 @@ class _Newcomer:
 class _Healer(Listener):
     """Gives a replica that is not finite the values of a member. Until then its exchanges are left out."""
 
-    def __init__(self, replica: Replica, company: MembershipMonitor) -> None:
-        self._replica, self._company = replica, company
+    def __init__(self, replica: Replica, monitor: MembershipMonitor) -> None:
+        self._replica, self._monitor = replica, monitor
         # The round of the last time, and how many times there were in a row.
         self._last, self._times = -1, 0
         # The round of the last try, and when the next one may be, on the monotonic clock.
@@ -133,10 +134,10 @@ class _Healer(Listener):
             self._times = 0
         if self._times >= _MOST_TIMES:  # it is the data, or the learning rate: the run ends with the error
             return
-        company = self._company
+        monitor = self._monitor
         try:
-            with company.neighbours.paused():
-                rank, state = _fetch_state(self._replica, company, company.living_members, once=True)
+            with monitor.neighbours.paused():
+                rank, state = _fetch_state(self._replica, monitor, monitor.living_members, once=True)
             replace_values(self._replica, state["snapshot"])
         except (PeerLostError, ValueError, TypeError) as error:
             _log.warning("this replica is not finite, and no other worker gives its values: %s", error)
@@ -146,7 +147,7 @@ class _Healer(Listener):
 
 
 def _fetch_state(
-    replica: Replica, company: MembershipMonitor, members: Callable[[], dict[int, int]], *, once: bool = False
+    replica: Replica, monitor: MembershipMonitor, members: Callable[[], dict[int, int]], *, once: bool = False
 ) -> tuple[int, Any]:
     """Gets the state of a member, as ``_ask`` does: one copy, whose parts may come over one connection after the other."""
     partial = PartialState(_LEAST + _TIMES * sum(tensor_sizes(replica.model)))
@@ -155,11 +156,11 @@ def _fetch_state(
         say(stream, partial.request)
         return receive_state(stream, seconds, partial)
 
-    return _ask(company, replica.everyone, members, "its state", get, once=once, partial=partial)
+    return _ask(monitor, replica.everyone, members, "its state", get, once=once, partial=partial)
 
 
 def _ask(
-    company: MembershipMonitor,
+    monitor: MembershipMonitor,
     transport: Transport,
     members: Callable[[], dict[int, int]],
     what: str,
@@ -198,7 +199,7 @@ def _ask(
             rank, incarnation = member = waiting.pop()
             copy, filled = partial.copy, partial.filled
             try:
-                with company.neighbours.visit(rank, incarnation) as stream:
+                with monitor.neighbours.visit(rank, incarnation) as stream:
                     reached = time.monotonic()
                     if copy is not None and donor in others and member not in (donor, reachable):
                         waiting += [member, donor]

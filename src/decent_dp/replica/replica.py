@@ -88,7 +88,7 @@ class Replica(ABC):
         joining: whether it is inside ``join``. ``joins``: how often all workers have left it.
         closed: whether rounds are over.
         superseded: whether it was closed because a newer replica took the model over.
-        company: the other workers, where faults are tolerated.
+        monitor: the other workers, where faults are tolerated.
     """
 
     # The name of the driver in snapshots, and in messages.
@@ -107,7 +107,7 @@ class Replica(ABC):
         self.topology = agreed.topology
         neighbours, compression = agreed.neighbours, check_compression(agreed.settings.compression)
         self.engine = Engine(self.transport, self.topology, agreed.rule, compression, neighbours)
-        self.company: MembershipMonitor | None = None
+        self.monitor: MembershipMonitor | None = None
         # Of a process that joins a run: makes it a member.
         self.before_first_round: Callable[[], None] | None = None
         if neighbours is not None and agreed.faults is not None:
@@ -116,8 +116,8 @@ class Replica(ABC):
                 rank, n = transport.rank, transport.world_size
                 incarnation = transport.incarnation if isinstance(transport, NewcomerTransport) else 0
                 epochs = Epochs(rank, n, neighbours, self.topology, agreed.epochs, incarnation)
-            self.company = MembershipMonitor(self.transport, neighbours, agreed.faults, epochs)
-            self.company.callbacks.append(lambda _, new: tell_replicas(self.optimizers, new.size))
+            self.monitor = MembershipMonitor(self.transport, neighbours, agreed.faults, epochs)
+            self.monitor.callbacks.append(lambda _, new: tell_replicas(self.optimizers, new.size))
         self.mean = Mean(self.parameters.locate)
         self.statistics = Statistics([], {})
         self.listeners: list[Listener] = []
@@ -189,17 +189,17 @@ class Replica(ABC):
         if self.before_first_round is not None:
             self.before_first_round()
             self.before_first_round = None
-        if self.company is not None:
+        if self.monitor is not None:
             if self.engine.started is None:
                 self.everyone.leave_process_group()
-            self.company.look(self.engine.round)
+            self.monitor.look(self.engine.round)
             self.catch_up()
 
     def use_buckets(self, buckets: list[Bucket]) -> None:
         """Replaces all buckets, after the optimizers."""
         self.engine.install(buckets)
-        if self.company is not None:
-            self.company.restart()
+        if self.monitor is not None:
+            self.monitor.restart()
         if _log.isEnabledFor(logging.DEBUG):
             sizes = [bucket.buffer.plan.numel * bucket.buffer.plan.dtype.itemsize / MIB for bucket in buckets]
             _log.debug(
@@ -267,7 +267,7 @@ class Replica(ABC):
             listener.reached_boundary()
 
     def _wait_while_cut_off(self, *, at_once: bool) -> None:
-        while not self.closed and self.company is not None and self.company.has_to_wait(self.engine.round, at_once=at_once):
+        while not self.closed and self.monitor is not None and self.monitor.has_to_wait(self.engine.round, at_once=at_once):
             self._tell_boundary()
 
     def invalidate(self, params: Iterable[Tensor] | None = None) -> None:
@@ -302,15 +302,15 @@ class Replica(ABC):
             self.joining = False
 
     def _between_looks(self) -> None:
-        if self.company is not None:
-            self.company.look(self.engine.round)
+        if self.monitor is not None:
+            self.monitor.look(self.engine.round)
         self._tell_boundary()
 
     @property
     def roster(self) -> Roster:
         """Who takes part, and who is left out."""
         n = self.transport.world_size
-        return Roster(0, self.transport.rank, n, tuple(range(n)), ()) if self.company is None else self.company.roster
+        return Roster(0, self.transport.rank, n, tuple(range(n)), ()) if self.monitor is None else self.monitor.roster
 
     def on_roster(self, callback: Callable[[Roster, Roster], None]) -> None:
         """Registers ``callback(old, new)``, which is called before the first round of each new roster, in the training thread.
@@ -318,9 +318,9 @@ class Replica(ABC):
         Raises:
             RuntimeError: faults are not tolerated, so that the roster stays as it is.
         """
-        if self.company is None:
+        if self.monitor is None:
             raise RuntimeError("on_roster needs faults=decent_dp.Tolerate(...): without it the workers stay the same.")
-        self.company.callbacks.append(callback)
+        self.monitor.callbacks.append(callback)
 
     def stats(self) -> Stats:
         """Counters of this worker, cheap enough to read at every step."""
@@ -335,8 +335,8 @@ class Replica(ABC):
             rejected=engine.rejected,
             nonfinite=engine.nonfinite,
             holes=engine.holes,
-            one_sided=0 if self.company is None else self.company.neighbours.one_sided,
-            reconnects=0 if self.company is None else self.company.neighbours.reconnects,
+            one_sided=0 if self.monitor is None else self.monitor.neighbours.one_sided,
+            reconnects=0 if self.monitor is None else self.monitor.neighbours.reconnects,
         )
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -424,7 +424,7 @@ class Replica(ABC):
     @property
     def tolerates_faults(self) -> bool:
         """Whether workers may be in different rounds, or gone."""
-        return self.company is not None
+        return self.monitor is not None
 
     def begin_collective(self, what: str) -> None:
         """Checks, before a collective call of the user's, that all workers make this one, at the same round.
@@ -436,13 +436,13 @@ class Replica(ABC):
         self.refuse_before_member(what)
         self.apply_pending()
         self.refuse_stopped()
-        if self.company is not None:
-            self.company.look(self.engine.round)
+        if self.monitor is not None:
+            self.monitor.look(self.engine.round)
             self._wait_while_cut_off(at_once=True)
         engine, control = self.engine, self.everyone.control
-        control.begin(what, engine.round if self.company is None else self.company.newest_round(engine.round))
-        rounds = check_same_call(control, engine.round, engine.factor, what, same_round=self.company is None)
-        if self.company is not None:
+        control.begin(what, engine.round if self.monitor is None else self.monitor.newest_round(engine.round))
+        rounds = check_same_call(control, engine.round, engine.factor, what, same_round=self.monitor is None)
+        if self.monitor is not None:
             # Those that were silent or late for a while are in other rounds, with as many updates.
             engine.go_to(max(rounds))
             if self.mean.backup is None:
@@ -475,8 +475,8 @@ class Replica(ABC):
             self.closed = True
             self.remove_hooks()
             tell_replicas(self.optimizers, 1)
-            if self.company is not None:
-                self.company.close()
+            if self.monitor is not None:
+                self.monitor.close()
             self.everyone.close()
 
     @property

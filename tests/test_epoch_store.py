@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from decent_dp.membership.line import Line, newest_epoch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ import decent_dp
 from decent_dp.cli.app import run as command
 from decent_dp.errors import PeerLostError
 from decent_dp.membership import Epoch, joining, runs
+from decent_dp.membership.epoch_store import EpochStore, Promise, newest_epoch
 from decent_dp.membership.runs import Reach, Run, choose, reach, register
 from decent_dp.transport.rendezvous import Rendezvous, address_key, network_stack
 from decent_dp.transport.store import add_to
@@ -44,30 +44,22 @@ FAR = {"node": "x", "machine": "m", "pid": 1, "incarnation": 0, "local": "f"}
 
 
 def epoch_text(*ranks: int, **other: Any) -> str:
-    """An epoch that these workers have agreed on. ``other``: entries of their promise."""
-    promise = {"until": 0, "joining": {}, "processes": {}, "since": (0, 0, 0, 4), **other}
-    return json.dumps([[json.dumps(promise), list(ranks)]])
+    """An epoch of these workers. ``other``: entries of it."""
+    return json.dumps({"start": 1, "dealt": 0, "members": ranks, "incarnations": {}, **other})
+
+
+def epoch_of(number: int, *ranks: int, **other: Any) -> Epoch:
+    return Epoch.read(number, epoch_text(*ranks, **other))
 
 
 # What no worker writes: no UTF-8, no JSON, JSON of another shape, other types, and nobody.
 UNREADABLE = [
-    b"\xff\xfe",
-    b"",
-    b"hello",
-    b"[" * 10_000,
-    b"{}",
-    b"[1]",
-    b"null",
-    b'[["{}", [0]]]',
-    b'[["no promise", [0]]]',
-    b"[[{}, [0]]]",
-    b'[["[]", [0]]]',
-    b"[]",
-    epoch_text(-1).encode(),
-    *(epoch_text(0, since=since).encode() for since in ((0, 0, 0), (0, 0.5, 0, 4), (0, 0, -9, 4), 7)),
-    *(epoch_text(0, until=until).encode() for until in (1.5, "1", None)),
-    *(epoch_text(0, **{key: {"3": "a"}}).encode() for key in ("joining", "processes")),
-    *(epoch_text(0, **{key: value}).encode() for key in ("joining", "processes") for value in ({"x": 1}, {"-1": 1}, [1], 0)),
+    *(b"\xff\xfe", b"", b"hello", b"[" * 10_000, b"{}", b"[1]", b"null", b"7", b'"text"'),
+    *(epoch_text(*members).encode() for members in ((), (-1,), (1, 0), (0, 0))),
+    epoch_text(0, members=0).encode(),
+    epoch_text(0, members=["0"]).encode(),
+    *(epoch_text(0, **{key: value}).encode() for key in ("start", "dealt") for value in (1.5, "1", None, -1, [1])),
+    *(epoch_text(0, incarnations=value).encode() for value in ({"3": "a"}, {"x": 1}, {"-1": 1}, [1], 0)),
 ]
 
 
@@ -100,20 +92,20 @@ def serving(said: bytes) -> Iterator[dict[str, Any]]:
         thread.join()
 
 
-def line_of(store: Any, run_id: str, name: str | None, *addresses: dict[str, Any]) -> Line:
+def line_of(store: Any, run_id: str, name: str | None, *addresses: dict[str, Any]) -> EpochStore:
     """That of worker 0, which writes the addresses of all."""
     records = {"run": json.dumps(RECORD), "signature": "{}"}
     records |= {f"address/{rank}": json.dumps(address) for rank, address in enumerate(addresses)}
-    return Line(store, run_id, records, name)
+    return EpochStore(store, run_id, records, name)
 
 
-def begin(store: Any, run_id: str, name: str | None, *addresses: dict[str, Any]) -> Line:
+def begin(store: Any, run_id: str, name: str | None, *addresses: dict[str, Any]) -> EpochStore:
     line = line_of(store, run_id, name, *addresses)
     register(line)
     return line
 
 
-def names(line: Line) -> list[str]:
+def names(line: EpochStore) -> list[str]:
     return [entry.name for entry in line.ask(runs.runs_in)]
 
 
@@ -135,11 +127,14 @@ def say(*words: str) -> tuple[int, str]:
 def test_two_runs_at_one_store_never_meet(server, living):
     lines = {name: begin(server, run_id, name, living, living) for name, run_id in (("a", A), ("b", B))}
     for line in lines.values():
-        assert line.write(0, "[]", None) == "[]"
-        assert line.write(1, epoch_text(1), None) == epoch_text(1)
-    assert lines["b"].write(2, epoch_text(1, 2), None) == epoch_text(1, 2)
-    assert lines["a"].write(2, epoch_text(1, 3), None) == epoch_text(1, 3)
-    assert lines["b"].write(2, epoch_text(1, 4), None) == epoch_text(1, 2)
+        assert line.decide(epoch_of(1, 1), is_newest=False) == epoch_of(1, 1)
+    for name, ranks, won in (("b", (1, 2), (1, 2)), ("a", (1, 3), (1, 3)), ("b", (1, 4), (1, 2))):
+        assert lines[name].decide(epoch_of(2, *ranks), is_newest=False) == epoch_of(2, *won)
+    promises = {name: Promise(rank, 0, 7, (), {}, (2, 1, 0, 2)) for rank, name in enumerate(lines)}
+    for name, line in lines.items():
+        assert line.promise(3, promises[name]) == promises[name].rank
+    for name, line in lines.items():
+        assert line.promises(3) == {promises[name].rank: promises[name]}
     assert names(lines["a"]) == ["a", "b"]
     for name in ("run", "signature", "address/0"):
         assert server.check([f"decent_dp/{A}/{name}", f"decent_dp/{B}/{name}"])
@@ -218,7 +213,7 @@ def test_of_two_runs_that_begin_at_once_with_one_name_one_begins(server, living)
     lines = [line_of(server, run_id, "exp", living) for run_id in (A, B, C, D)]
     refused = []
 
-    def try_to(line: Line) -> None:
+    def try_to(line: EpochStore) -> None:
         try:
             register(line)
         except ValueError:
@@ -256,30 +251,66 @@ def test_what_an_address_tells(living):
 # -- a store in trouble ----------------------------------------------------------------------------------------------------
 
 
-def test_a_line_that_was_closed_asks_nothing():
-    line = Line(dist.HashStore(), "run", {})
-    line.probe()
+def test_a_store_that_was_closed_is_asked_nothing():
+    line = EpochStore(dist.HashStore(), "run", {})
+    assert not line.is_whole()
     line.close()
     with pytest.raises(ConnectionError, match="the worker has ended"):
-        line.probe()
+        line.is_whole()
 
 
-def test_an_empty_store_gets_the_run_back_together_with_its_epoch(server, living):
-    """Who found the run without its members, or these without the run, could not join."""
+@pytest.mark.parametrize("make_store", ["server", "here"])
+def test_the_first_proposal_stays_and_promises_add_up(make_store, caplog):
+    store = a_server() if make_store == "server" else dist.HashStore()
+    lines = [EpochStore(store, f"promises {make_store}", {}) for _ in range(3)]
+    promises = [Promise(rank, rank, 7 + rank, (2,), {4: 9}, (0, 0, 0, 3)) for rank in range(3)]
+    assert not lines[0].is_proposed(1)
+    assert lines[0].promises(1) == {}
+    assert [lines[rank].promise(1, promises[rank]) for rank in (2, 0, 1, 1)] == [2, 2, 2, 2]
+    assert lines[0].is_proposed(1)
+    joining._whole_store(store).append(f"promises {make_store}/epoch/1/promises", '{"rank": 3}\nwhat?\n')
+    assert lines[1].promises(1) == dict(enumerate(promises))
+    (said,) = said_of_the_store(caplog)
+    assert f"under 'decent_dp/promises {make_store}/epoch/1/promises'" in said
+    assert "the other promises count" in said
+    joining._whole_store(store).set(f"promises {make_store}/epoch/2/proposal", "who?")
+    assert lines[0].promise(2, promises[0]) is None
+    assert lines[0].promises(2) == {0: promises[0]}
+
+
+def test_what_led_to_an_epoch_is_forgotten_after_a_while():
+    store = EpochStore(dist.HashStore(), "run", {})
+    for number in range(1, 20):
+        store.promise(number, Promise(0, 0, 7, (), {}, (0, 0, 0, 3)))
+        assert store.decide(epoch_of(number, 0), is_newest=True) is not None
+    assert [number for number in range(1, 20) if store.is_proposed(number)] == list(range(12, 20))
+    assert [number for number in range(1, 20) if store.promises(number)] == list(range(12, 20))
+    assert store.read(1) == epoch_of(1, 0)
+
+
+def test_a_store_that_was_emptied_gets_the_run_back_together_with_its_epoch(server, living):
+    """Who found the run without its members, or these without the run, could not join. It is whole with a new epoch only."""
     first, second = (line_of(server, A, "exp", living) for _ in range(2))
     assert first.register([])
-    assert first.keep() is second.keep() is True
-    for key in ("runs", *(f"{A}/{name}" for name in ("run", "signature", "address/0", "epoch/0"))):
+    epoch = epoch_of(1, 0, 1)
+    assert first.decide(epoch, is_newest=False) == epoch
+    assert first.republish_if_missing(epoch, is_newest=True) is second.republish_if_missing(epoch, is_newest=False) is True
+    for key in ("runs", *(f"{A}/{name}" for name in ("run", "signature", "address/0", "epoch/1", "epoch", "whole"))):
         server.delete_key(f"decent_dp/{key}")
     begin(server, B, "other", living)  # another run is back before
-    assert first.keep() is second.keep() is False
+    assert not first.republish_if_missing(epoch, is_newest=False)
     assert names(first) == ["other"]
     assert not server.check([f"decent_dp/{A}/run"])
-    assert first.write(1, epoch_text(0), "[]") == epoch_text(0)
+    assert not first.republish_if_missing(epoch, is_newest=True)
     assert names(first) == ["other", "exp"]
     assert server.check([f"decent_dp/{A}/run", f"decent_dp/{A}/signature", f"decent_dp/{A}/address/0"])
+    assert Run.read(first.ask, first.entry).epoch == epoch
+    following = epoch_of(2, 0, 1)
+    assert second.decide(following, is_newest=False) is None
+    assert not second.is_whole()
+    assert second.decide(following, is_newest=True) == following
     server.delete_key(f"decent_dp/{A}/address/0")  # of a member that did not write the epoch
-    assert second.keep(1)
+    assert second.republish_if_missing(following, is_newest=False)
     assert server.check([f"decent_dp/{A}/address/0"])
 
 
@@ -290,7 +321,7 @@ def test_a_run_whose_name_was_taken_says_so_once(server, living, caplog):
     begin(server, B, "exp", living)
     for _ in range(2):
         server.delete_key(f"decent_dp/{A}/run")
-        assert line.keep()
+        assert line.republish_if_missing(Epoch.first(2), is_newest=True)
     assert [entry.run_id for entry in line.ask(runs.runs_in)] == [B]
     assert [message for message in caplog.messages if "another run has taken the name 'exp'" in message] == caplog.messages
     assert len(caplog.messages) == 1
@@ -371,12 +402,9 @@ def said_of_the_store(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_what_no_worker_writes_is_unreadable():
     assert [value for value in UNREADABLE if Epoch.stored(1, value) is not None] == []
     assert Epoch.stored(1, None) is None
-    epoch = Epoch.stored(1, epoch_text(0, 2, until=8).encode())
+    epoch = Epoch.stored(1, epoch_text(0, 2, start=9, incarnations={"2": 5}).encode())
     assert epoch is not None
-    assert (epoch.start, epoch.members) == (9, (0, 2))
-    first = Epoch.stored(0, b"[]")
-    assert first is not None
-    assert first.members == ()
+    assert (epoch.start, epoch.members, epoch.incarnations) == (9, (0, 2), {2: 5})
 
 
 @settings(max_examples=30)
@@ -396,16 +424,14 @@ def test_the_members_write_the_epoch_in_place_of_what_is_unreadable(make_store, 
     store = make_store()
     for number, value in enumerate(UNREADABLE):
         run = f"{make_store is a_server:016x}{number:016x}"
-        lines = [Line(store, run, {}) for _ in range(2)]
+        lines = [EpochStore(store, run, {}) for _ in range(2)]
         key = f"decent_dp/{run}/epoch/1"
         store.set(key, value)
-        assert lines[0].write(0, "[]", None) == "[]"
-        assert newest_epoch(joining._whole_store(store), run).number == 0
+        assert newest_epoch(joining._whole_store(store), run) is None
         caplog.clear()
-        won = [line.write(1, epoch_text(rank), None) for rank, line in enumerate(lines)]
-        assert won == [epoch_text(0)] * 2, value
-        found = lines[1].newest()
-        assert (found.number, found.members) == (1, (0,))
+        won = [line.decide(epoch_of(1, rank), is_newest=True) for rank, line in enumerate(lines)]
+        assert won == [epoch_of(1, 0)] * 2, value
+        assert lines[1].newest() == epoch_of(1, 0)
         if value:  # else it is as if nothing was there
             said = said_of_the_store(caplog)
             assert [key in line for line in said] == [True], said
@@ -415,16 +441,15 @@ def test_the_members_write_the_epoch_in_place_of_what_is_unreadable(make_store, 
 def test_those_that_come_later_go_past_what_is_unreadable(caplog):
     """Whatever of the line it has replaced, and the number where they begin to look."""
     whole = joining._whole_store(dist.HashStore())
-    texts = {0: "[]", 1: epoch_text(0, 1, 2), 2: epoch_text(0, 1), 3: epoch_text(0)}
+    texts = {1: epoch_text(0, 1, 2), 2: epoch_text(0, 1), 3: epoch_text(0)}
     for counter in ("0", "2", "3", "7", "-1", "9" * 40, b"\xff"):
-        for spoilt, newest in (((), 3), ((3,), 2), ((2, 3), 1), ((1, 2), 3), ((0, 1, 2, 3), 0), ((0,), 3)):
+        for spoilt, newest in (((), 3), ((3,), 2), ((2, 3), 1), ((1, 2), 3), ((1, 2, 3), None), ((1,), 3)):
             run = f"{counter!r} {spoilt}"
             whole.set(f"{run}/epoch", counter)
             for number, text in texts.items():
                 whole.set(f"{run}/epoch/{number}", b"\xff" if number in spoilt else text)
             caplog.clear()
-            found = newest_epoch(whole, run)
-            assert (found.number, found.members) == (newest, Epoch.read(newest, texts[newest]).members), run
+            assert newest_epoch(whole, run) == (None if newest is None else Epoch.read(newest, texts[newest])), run
             newest_epoch(whole, run)
             said = said_of_the_store(caplog)
             assert len(said) == len(set(said)), said  # once

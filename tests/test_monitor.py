@@ -12,13 +12,13 @@ import torch
 
 from decent_dp.errors import PeerLostError, PeerTimeoutError
 from decent_dp.faults import Tolerate
-from decent_dp.membership import Company, Epoch
-from decent_dp.membership import company as company_module
+from decent_dp.membership import Epoch, MembershipMonitor
+from decent_dp.membership import monitor as monitor_module
 from decent_dp.replica.consistency import among_the_same, broadcast_object
 from decent_dp.transport.agreement import Decision
 
 
-def make_company(rounds: Callable[[], int], decision: Future[Decision], timeout: float = 0.3) -> Company:
+def make_monitor(rounds: Callable[[], int], decision: Future[Decision], timeout: float = 0.3) -> MembershipMonitor:
     consensus = SimpleNamespace(propose=lambda name, text: decision, missing=lambda name: [1])
     nobody: Callable[[], list[int]] = list
     neighbours: Any = SimpleNamespace(
@@ -31,7 +31,7 @@ def make_company(rounds: Callable[[], int], decision: Future[Decision], timeout:
         refuse_failed=lambda: None,
     )
     transport: Any = SimpleNamespace(rank=0, world_size=2, timeout=timeout, rank_in_all=lambda rank: rank)
-    return Company(transport, neighbours, Tolerate(), None)
+    return MembershipMonitor(transport, neighbours, Tolerate(), None)
 
 
 def test_who_has_run_out_makes_rounds_with_the_others_and_not_ahead_of_them():
@@ -49,7 +49,7 @@ def test_who_has_run_out_makes_rounds_with_the_others_and_not_ahead_of_them():
         if engine.round == 6:
             decision.set_result(Decision({0: "", 1: ""}, {}))
 
-    make_company(round_of, decision).join(engine, mix_only, lambda: None)
+    make_monitor(round_of, decision).join(engine, mix_only, lambda: None)
     assert engine.round == 6
 
 
@@ -57,7 +57,7 @@ def test_who_has_run_out_makes_rounds_with_the_others_and_not_ahead_of_them():
 def test_a_worker_that_only_this_one_has_lost_is_missed_until_others_vouch_for_it(absent):
     """An epoch that names it says that others reach it. Else this worker would want one epoch after the other. But if it was
     there when this worker promised that epoch, it may be gone for all since then."""
-    company, asked = make_company(lambda: 0, Future()), []
+    monitor, asked = make_monitor(lambda: 0, Future()), []
     members = (0, 1, 2)
     epoch = Epoch(1, 5, 0, members, {}, "")
     given: Any = iter([None, epoch, None, None, None, None])
@@ -66,34 +66,34 @@ def test_a_worker_that_only_this_one_has_lost_is_missed_until_others_vouch_for_i
         asked.append(wanted)
         return next(given)
 
-    company.epochs = SimpleNamespace(  # type: ignore[assignment]
-        newest=epoch, is_member=True, replaced=False, offered=lambda seconds: False, look=look, absent=frozenset(absent)
+    monitor.epochs = SimpleNamespace(  # type: ignore[assignment]
+        newest=epoch, is_member=True, replaced=False, look=look, absent=frozenset(absent)
     )
-    neighbours: Any = company.neighbours
+    neighbours: Any = monitor.neighbours
     neighbours.replaced, neighbours.lost, neighbours.silent = False, lambda: [2], lambda: [2]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(company_module, "_SETTLE", -1.0)
+        patch.setattr(monitor_module, "_SETTLE", -1.0)
         for round_ in range(4):
-            company.look(round_)
+            monitor.look(round_)
         assert asked == [True, True, not absent, not absent]  # after the second it is named
         neighbours.lost = neighbours.silent = list
-        company.look(4)  # it is back,
+        monitor.look(4)  # it is back,
         neighbours.lost = neighbours.silent = lambda: [2]
-        company.look(5)  # and gone again
+        monitor.look(5)  # and gone again
     assert asked[4:] == [False, True]
 
 
 def test_join_waits_for_nobody_without_end():
     engine: Any = SimpleNamespace(round=3)
     with pytest.raises(PeerTimeoutError, match=r"worker 1 is not in join\(\), and no worker has made a round"):
-        make_company(lambda: 2, Future()).join(engine, lambda: None, lambda: None)
+        make_monitor(lambda: 2, Future()).join(engine, lambda: None, lambda: None)
 
 
 def test_who_was_left_out_of_join_is_told():
     decision: Future[Decision] = Future()
     decision.set_result(Decision({1: ""}, {}))
     with pytest.raises(PeerLostError, match=r"took worker 0 for gone, and have left join\(\)"):
-        make_company(lambda: 9, decision).join(SimpleNamespace(round=3), lambda: None, lambda: None)  # type: ignore[arg-type]
+        make_monitor(lambda: 9, decision).join(SimpleNamespace(round=3), lambda: None, lambda: None)  # type: ignore[arg-type]
 
 
 class Control:
