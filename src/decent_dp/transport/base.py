@@ -241,11 +241,6 @@ class Transport(ABC):
         of a bucket begins when the one before has been waited for, and has a larger round.
         """
 
-    @abstractmethod
-    def lost(self) -> list[int]:
-        """The workers that are gone, as far as this one is connected to them. With ``tolerate`` also those that have left, or
-        are silent for long."""
-
     def begin(self, bucket: int) -> None:
         """Buckets from this number on are in use, and rounds may be earlier ones. Called by all workers together."""
         return

@@ -187,9 +187,6 @@ class InProcessTransport(Transport):
     def missing(self, name: str) -> list[int]:
         return self._plane.missing(name)
 
-    def lost(self) -> list[int]:
-        return self._hub.lost
-
     def tolerate(self, faults: Tolerate) -> Neighbours:
         self.neighbours = _LocalNeighbours(self.rank, self._hub)
         self._control = self._collectives("call", 1)

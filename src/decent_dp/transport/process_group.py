@@ -274,9 +274,6 @@ class ProcessGroupTransport(Transport):
             return None
         return self._process_group if len(ranks) == self.world_size else self._groups.get(tuple(sorted(ranks)))
 
-    def lost(self) -> list[int]:
-        return self._wire.lost() if self.neighbours is None else self.neighbours.lost()
-
     def begin(self, bucket: int) -> None:
         self._known.begin(bucket)
 

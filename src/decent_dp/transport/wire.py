@@ -258,10 +258,6 @@ class Wire:
         """Seconds between two heartbeats."""
         return min(_BEAT, self._dead_after / 10)
 
-    def lost(self) -> list[int]:
-        """The peers whose connection is closed for good."""
-        return sorted(link.peer for link in list(self.flow.links.values()) if link.closed is not None)
-
     def patience(self, peer: int, since: float) -> float:
         """Seconds for which an exchange may still wait for a sign of life. If none are left, its edge is a hole.
 
