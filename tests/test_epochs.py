@@ -543,7 +543,8 @@ class Alone:
         self.store.register()
         fake: Any = self
         self.epochs = Epochs(rank, 4, fake, EpochTopology(ring_of, world_size=5, rank=rank, members=4), self.store, incarnation)
-        self.lost, self.left, self.ended = (lambda: self.is_lost), (lambda: self.has_left), (lambda: self.has_ended)
+        self.silent = self.lost = lambda: self.is_lost
+        self.left, self.ended = (lambda: self.has_left), (lambda: self.has_ended)
         self.living, self.stop_mixing_after = (lambda: self.hears), self.confined.append
         self.newest_epoch, self.reserve_until = (lambda: self.heard), lambda seconds, least: 90
         self.enter_epoch = self.renew = self.fail = lambda *_: None
@@ -614,22 +615,23 @@ def test_a_promise_is_made_once_also_if_its_call_fails(alone):
 
 
 @pytest.mark.parametrize(
-    ("promised", "ended", "hears", "seconds"),
+    ("promised", "ended", "hears", "absent", "seconds"),
     [
-        ([0, 1, 2], [], [0, 1, 2], 0.0),
-        ([0, 1], [2], [0, 1], 0.0),
-        ([0, 1], [], [0, 1], epochs_module._SILENT),
-        ([0, 1], [], [0, 1, 2], epochs_module._HEARD),
-        ([], [], [], epochs_module._FEW),
-        ([], [0, 1, 2], [], 0.0),
+        ([0, 1, 2], [], [0, 1, 2], (), 0.0),
+        ([0, 1], [2], [0, 1], (), 0.0),
+        ([0, 1], [], [0, 1], (2,), epochs_module._SILENT),
+        ([0, 1], [], [0, 1, 2], (2,), epochs_module._HEARD),  # another one does not hear it
+        ([0, 1], [], [0, 1], (), epochs_module._HEARD),  # this worker is not connected to it
+        ([], [], [], (), epochs_module._FEW),
+        ([], [0, 1, 2], [], (), 0.0),
     ],
 )
-def test_how_long_promises_are_waited_for(alone, promised, ended, hears, seconds):
+def test_how_long_promises_are_waited_for(alone, promised, ended, hears, absent, seconds):
     one = alone()
     one.has_ended, one.hears = ended, hears
     one.look(5, wanted=True)
     one.look_at_store()
-    one.promise(*promised)
+    one.promise(*promised, absent=absent)
     one.look_at_store(max(0.0, seconds - 0.1))
     assert (one.store.read(1) is None) == (seconds > 0.0)
     one.look_at_store(0.1)

@@ -26,7 +26,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -50,9 +50,9 @@ _SOON = 0.1
 # Seconds for which a process waits for a seat before an epoch is proposed for it, as others may come at the same time; and
 # without a look after a worker has left.
 _SETTLE = 0.5
-# Seconds for the promises of members that cannot be heard: twice the time to see a proposal.
+# Seconds for the promises of members that somebody cannot hear: twice the time to see a proposal.
 _SILENT = 1.0
-# Seconds for those of members that are heard. They may be busy, or have no store.
+# Seconds for those of the other ones. They may be busy, or have no store.
 _HEARD = 3.0
 # Seconds for promises as long as more than half of the members are missing: this worker itself may have been away.
 _FEW = 10.0
@@ -345,7 +345,7 @@ class Epochs:
                 self._promised_at = time.monotonic()
                 joining = {rank: incarnation for rank, (incarnation, _, _) in self._candidates.items()}
                 since = self._own.number, self._own.start, self._own.dealt, len(self._own.members)
-                absent = tuple(sorted(self.absent))
+                absent = tuple(sorted(self.absent.union(self._neighbours.silent())))
                 self._promise = Promise(self._rank, self._incarnation, self.reserved_until, absent, joining, since)
                 _log.info(
                     "epoch %d: this worker mixes until round %d; seats are wanted by %s",
@@ -385,14 +385,16 @@ class Epochs:
         is_here = first is not None and first not in self._neighbours.lost()
         return is_here + [rank for rank in living if rank != first].index(self._rank)
 
-    def _are_enough(self, known: Epoch, promised: Collection[int], waited: float) -> bool:
+    def _are_enough(self, known: Epoch, promised: Mapping[int, Promise], waited: float) -> bool:
         """Whether nobody else is to be waited for, after so many seconds."""
         missing = set(known.members).difference(promised, self._neighbours.ended(), self._neighbours.left())
         if not missing:
             return True
         if 2 * len(set(known.members).intersection(promised)) < len(known.members):
             return waited >= _FEW
-        return waited >= (_HEARD if missing.intersection(self._neighbours.living()) else _SILENT)
+        # Of those that this worker is not connected to, others know whether they are silent.
+        silent = {rank for promise in promised.values() for rank in promise.absent}.difference(self._neighbours.living())
+        return waited >= (_SILENT if missing <= silent else _HEARD)
 
     def _take_in(self, epoch: Epoch) -> None:
         """There is a newer epoch. A process that joins does not wait for the training thread, which may be in a call of all
