@@ -673,6 +673,24 @@ def test_the_lowest_of_a_majority_asks_for_an_epoch_if_the_store_has_lost_them(a
         assert "as the store has lost them, and more than half of epoch 0 are not here. Training continues" in caplog.text
 
 
+def test_a_store_that_is_emptied_under_way_is_one_warning(alone, caplog):
+    one = alone()
+    one.look(5, wanted=True)
+    one.look_at_store()
+    joining._whole_store(one.store._all).delete_key("run/whole")
+    one.has_ended = [0, 1, 2]
+    for _ in range(5):
+        one.look_at_store(0.1)
+    said = [line for line in caplog.messages if "the members cannot change" in line]
+    assert said == [
+        "the members cannot change as the store has lost them, and more than half of epoch 0 have not promised. Until then rounds "
+        "are made without exchanges"
+    ]
+    one.promise(0, 1)
+    one.look_at_store(0.1)
+    assert one.look(6).members == (0, 1, 3)
+
+
 def test_a_worker_on_a_lost_branch_takes_the_one_of_the_store(alone):
     """All others that knew its epoch have died with the store, and the rest has made another one of that number."""
     one = alone()

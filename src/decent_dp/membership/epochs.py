@@ -305,7 +305,6 @@ class Epochs:
         if self._promise is None and not self._may_promise(known):
             self._keep(known)
             return _LOOK
-        self._is_warned = False
         if not self._is_told:
             self._tell(known)
         if (decided := self._decide(known)) is not None:
@@ -334,6 +333,7 @@ class Epochs:
         if self._is_forgotten and not self._is_most(self._here()):
             self._warn(f"as the store has lost them, and more than half of epoch {known.number} are not here")
             return False
+        self._is_warned = False
         return True
 
     def _tell(self, known: Epoch) -> None:
@@ -402,7 +402,7 @@ class Epochs:
         with self._lock:
             has_missed = self.mixing_from > 0 or not self.is_member or epoch.number == self._own.number
             self._known, self._promise, self._is_told = epoch, None, False
-            self._wanted = self._is_forgotten = False
+            self._wanted = self._is_forgotten = self._is_warned = False
             self.replaced |= epoch.incarnations.get(self._rank, 0) > self._incarnation
             is_mine = self._rank in epoch.members and not self.replaced
             if is_mine:
