@@ -670,7 +670,7 @@ def test_the_lowest_of_a_majority_asks_for_an_epoch_if_the_store_has_lost_them(a
         one.promise(1)
         one.look_at_store(0.5)
         assert rank not in one.store.promises(1)
-        assert "as the store has lost them, and more than half of epoch 0 are not here. Training continues" in caplog.text
+        assert "the store has lost epochs, and most of epoch 0 are missing. Training continues" in caplog.text
 
 
 def test_a_store_that_is_emptied_under_way_is_one_warning(alone, caplog):
@@ -683,8 +683,8 @@ def test_a_store_that_is_emptied_under_way_is_one_warning(alone, caplog):
         one.look_at_store(0.1)
     said = [line for line in caplog.messages if "the members cannot change" in line]
     assert said == [
-        "the members cannot change as the store has lost them, and more than half of epoch 0 have not promised. Until then rounds "
-        "are made without exchanges"
+        "the members cannot change, as the store has lost epochs, and most of epoch 0 are missing. Until then rounds are made "
+        "without exchanges"
     ]
     one.promise(0, 1)
     one.look_at_store(0.1)

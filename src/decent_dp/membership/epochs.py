@@ -285,7 +285,7 @@ class Epochs:
             # It may be empty then, and a call that has failed may have been made or not.
             self._is_told, self._keep_at = False, 0.0
             if wait and (self._promise is not None or self._wants()):
-                self._warn(f"until the store answers: {error}")
+                self._warn(f"the members cannot change until the store answers: {error}")
         else:
             self._is_away = False
         return wait
@@ -331,7 +331,7 @@ class Epochs:
         """Whether the epoch can come about: the store has lost none, or a majority of the newest one is here."""
         self._is_forgotten = not self._store.is_whole()
         if self._is_forgotten and not self._is_most(self._here()):
-            self._warn(f"as the store has lost them, and more than half of epoch {known.number} are not here")
+            self._warn(f"the members cannot change, as the store has lost epochs, and most of epoch {known.number} are missing")
             return False
         self._is_warned = False
         return True
@@ -372,7 +372,7 @@ class Epochs:
             return None
         decided = self._store.decide(known.next(promises), is_newest=self._is_most(promises))
         if decided is None:
-            self._warn(f"as the store has lost them, and more than half of epoch {known.number} have not promised")
+            self._warn(f"the members cannot change, as the store has lost epochs, and most of epoch {known.number} are missing")
         return decided
 
     def _turn(self) -> int:
@@ -466,7 +466,7 @@ class Epochs:
         """Once, until an epoch can be made again."""
         if not self._is_warned:
             what = "Training continues" if self._promise is None else "Until then rounds are made without exchanges"
-            _log.warning("the members cannot change %s. %s", why, what)
+            _log.warning("%s. %s", why, what)
         self._is_warned = True
 
 
