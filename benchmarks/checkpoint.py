@@ -80,15 +80,15 @@ def together(work: Callable[[], object]) -> float:
 
 
 def parts_of(file: Path) -> dict[str, int]:
-    """Bytes in a worker's file: of parameters, optimizer, sent side and the rest."""
-    parts = dict.fromkeys(("parameters", "optimizer", "sent", "rest"), 0)
+    """Bytes in a worker's file: of parameters, optimizer and the rest."""
+    parts = dict.fromkeys(("parameters", "optimizer", "rest"), 0)
     with safe_open(file, "pt") as opened:
         for key in opened.keys():  # noqa: SIM118  (it is no dict)
             nbytes = opened.get_tensor(key).nbytes
-            where = {"parameters": "parameters", "optim": "optimizer", "exchange": "sent"}
+            where = {"parameters": "parameters", "optim": "optimizer"}
             part = key.split(".")[1] if key.startswith("snapshot.") else ""
             parts[where.get(part, "rest")] += nbytes
-    parts["rest"] = file.stat().st_size - parts["parameters"] - parts["optimizer"] - parts["sent"]
+    parts["rest"] = file.stat().st_size - parts["parameters"] - parts["optimizer"]
     return parts
 
 
@@ -223,7 +223,6 @@ def summary(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 COLUMNS: dict[str, tuple[str, str, float]] = {
     "parameters_bytes": ("MB in the file of each worker: parameters", ".0f", MB),
     "optimizer_bytes": ("… optimizer", ".0f", MB),
-    "sent_bytes": ("… values in flight", ".0f", MB),
     "bytes": ("… all", ".0f", MB),
     "copy_new_s": ("a copy of all that into new memory, s", ".2f", 1),
     "copy_s": ("… into memory that is there already", ".2f", 1),

@@ -49,10 +49,10 @@ BREAKAGES = [
     Breakage(
         "the weight of the next round's edge",
         "engine/engine.py",
-        "        bucket.in_flight = InFlight(round_, edge, hint, handle,",
+        "        bucket.in_flight = InFlight(round_, edge, handle,",
         "        following = self._topology.get_edge(round_.number + 1)\n"
         "        edge = following if len(following.ranks) > 1 and len(edge.ranks) > 1 else edge\n"
-        "        bucket.in_flight = InFlight(round_, edge, hint, handle,",
+        "        bucket.in_flight = InFlight(round_, edge, handle,",
     ),
     Breakage(
         "a worker that sits a round out uses its edge of the round before",
@@ -83,8 +83,8 @@ BREAKAGES = [
     Breakage(
         "an exchange counts as complete before its last message has come",
         "transport/handles.py",
-        "        if not self._messages_left:\n            self._complete()",
-        "        if self._messages_left <= 1:\n            self._complete()",
+        "        if self._left:\n            return\n        self._read.set()",
+        "        if self._left > 1:\n            return\n        self._read.set()",
     ),
     Breakage(
         "a lost peer is taken for one that sat out",
@@ -105,10 +105,10 @@ BREAKAGES = [
         "",
     ),
     Breakage(
-        "a checkpoint forgets the exchange in flight",
-        "engine/engine.py",
-        'exchange["in_flight"].update(dict.fromkeys(bucket.buffer.names, bucket.in_flight.round.number))',
-        'exchange["in_flight"].update({})',
+        "a save drops what is in flight",
+        "replica/snapshot.py",
+        "            for bucket in engine.buckets:\n",
+        "            engine.mark_stale()\n            for bucket in engine.buckets:\n",
     ),
     Breakage(
         "a promise is made again, for a later round",

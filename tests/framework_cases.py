@@ -9,7 +9,7 @@ import contextlib
 import os
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import decent_dp
+from decent_dp.replica.snapshot import settle
 from tests.helpers import seed_cpu
 
 # What waits for all members of a group, or makes all of them wait for one.
@@ -128,6 +129,7 @@ def plain_loop(
     make_scheduler: Any = None,
     seed: int = 0,
     dataset: Points | None = None,
+    saves: Collection[int] = (),
     **options: Any,
 ) -> Run:
     """Trains ``Model`` with ``gossip()`` on these batches of sample numbers, of this worker. Called by all workers.
@@ -137,6 +139,7 @@ def plain_loop(
         clip: the largest norm of the gradients.
         make_optimizer: from parameters; None for AdamW with a rate of 0.01 and no decay.
         make_scheduler: from the optimizer, stepped after each step of it.
+        saves: after these steps what is in flight is mixed in, as by a save.
         options: of ``gossip``.
     """
     dataset = Points() if dataset is None else dataset
@@ -157,7 +160,10 @@ def plain_loop(
             if scheduler is not None:
                 scheduler.step()
             optimizer.zero_grad()
-    run.params, run.rounds = copies(model), replica.stats().rounds
+            run.params = copies(model)
+            if number // accumulate in saves:
+                settle(replica)
+    run.rounds = replica.stats().rounds
     with replica.averaged():
         run.mean = copies(model)
     replica.close()

@@ -128,12 +128,18 @@ def run_through(
     return snapshots, losses, end
 
 
-def go_on(job: Job, transport: Any, rank: int, steps: Iterable[int], snapshot: Any, **options: Any) -> tuple[list[Any], Any]:
-    """Another worker, with other weights, that resumes from a snapshot: its losses and its end."""
+def go_on(
+    job: Job, transport: Any, rank: int, steps: Iterable[int], snapshot: Any, stops: Iterable[int] = (), **options: Any
+) -> tuple[list[Any], Any]:
+    """Another worker, with other weights, that resumes from a snapshot: its losses and its end. It saves before ``stops``."""
     model = job.wrap(100 + rank, transport, **options)
     put_back(model.replica, snapshot)
     assert_equal(dumb_copy(take(model.replica)), snapshot, "just restored")
-    losses = job.train(model, steps, rank)
+    losses = []
+    for t in steps:
+        if t in stops:
+            take(model.replica)
+        losses += job.train(model, [t], rank)
     end = dumb_copy(take(model.replica))
     model.close()
     return losses, end

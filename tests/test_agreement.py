@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
-from decent_dp.transport.agreement import Agreements, Decision, View, _pack, _Statement, _unpack
+from decent_dp.transport.agreement import _KEPT, Agreements, View
 
 # Seconds of virtual time: between two looks, until a broken connection makes a worker LOST, and the end.
 LOOK, DEAD_AFTER, END = 0.1, 3.0, 60.0
@@ -20,8 +21,7 @@ class Network:
     """Workers with links among them.
 
     Attributes:
-        decided: by worker: what it was told, by name.
-        opened: by worker: the texts that it has heard.
+        results: by worker: what it was told, by name.
     """
 
     def __init__(self, n: int, links: set[frozenset[int]], *, seed: int = 0, loss: float = 0.0) -> None:
@@ -32,17 +32,16 @@ class Network:
         self.dead: dict[int, float] = {}
         self.down: set[frozenset[int]] = set()
         self.cut: dict[frozenset[int], float] = {}
-        self.decided: list[dict[str, Decision]] = [{} for _ in range(n)]
-        self.opened: list[list[str]] = [[] for _ in range(n)]
+        self.results: list[dict[str, Mapping[int, str]]] = [{} for _ in range(n)]
         self.messages = 0
         self.machines = [self.machine(rank) for rank in range(n)]
         for rank in range(n):
             self.at(0.0, lambda rank=rank: self.look(rank, 0))
 
     def machine(self, rank: int, incarnation: int = 0) -> Agreements:
-        def decide(name: str, decision: Decision) -> None:
-            assert name not in self.decided[rank], "told twice"
-            self.decided[rank][name] = decision
+        def conclude(name: str, texts: Mapping[int, str]) -> None:
+            assert name not in self.results[rank], "told twice"
+            self.results[rank][name] = texts
 
         return Agreements(
             rank,
@@ -50,8 +49,7 @@ class Network:
             lambda peer: self.view(rank, peer),
             lambda peer, message: self.send(rank, peer, message),
             lambda peer: self.at(0.01, lambda: self.link(rank, peer)),
-            lambda name, text: self.opened[rank].append(text),
-            decide,
+            conclude,
             incarnation=incarnation,
         )
 
@@ -104,9 +102,9 @@ class Network:
     def break_link(self, a: int, b: int) -> None:
         self.cut.setdefault(frozenset((a, b)), self.now)
 
-    def propose(self, rank: int, name: str, text: str) -> None:
+    def propose(self, rank: int, name: str, text: str, **options: Any) -> None:
         if rank not in self.dead:
-            self.machines[rank].propose(name, text)
+            self.machines[rank].propose(name, text, **options)
 
     def run(self, until: float = END) -> None:
         while self.events and self.events[0][0] <= until:
@@ -139,76 +137,74 @@ def ring(n: int) -> set[frozenset[int]]:
 def test_all_get_the_texts_of_all(links):
     net = Network(5, links)
     for rank in range(5):
-        net.at(rank, lambda rank=rank: net.propose(rank, "first", f"text {rank}"))
+        net.at(rank, lambda rank=rank: net.propose(rank, "call/1", f"text {rank}"))
     net.run(3.9)
-    assert net.decided == [{}] * 5  # the last one has not come
+    assert net.results == [{}] * 5  # the last one has not come
     net.run(6.0)
-    for decided in net.decided:
-        assert decided["first"].texts == {rank: f"text {rank}" for rank in range(5)}
-        assert decided["first"].links.keys() == set(range(5))
+    for found in net.results:
+        assert found["call/1"] == {rank: f"text {rank}" for rank in range(5)}
 
 
 def test_one_that_died_is_not_waited_for_and_one_that_is_late_is():
     net = Network(4, ring(4))
     net.kill(0)
     for rank, when in ((1, 0.5), (2, 1.0), (3, 20.0)):
-        net.at(when, lambda rank=rank: net.propose(rank, "first", f"{rank}"))
+        net.at(when, lambda rank=rank: net.propose(rank, "call/1", f"{rank}"))
     net.run(19.0)
-    assert net.machines[1].missing("first") == [3]
-    assert net.decided[1] == {}
+    assert net.machines[1].missing("call/1") == [3]
+    assert net.results[1] == {}
     net.run(22.0)
-    assert [net.decided[rank]["first"].texts for rank in (1, 2, 3)] == [{1: "1", 2: "2", 3: "3"}] * 3
+    assert [net.results[rank]["call/1"] for rank in (1, 2, 3)] == [{1: "1", 2: "2", 3: "3"}] * 3
 
 
 def test_one_that_is_late_costs_few_messages():
     net = Network(8, ring(8))
     for rank in range(7):
-        net.propose(rank, "first", "x")
+        net.propose(rank, "call/1", "x")
     net.run(10.0)
     before = net.messages
     net.run(50.0)
     assert net.messages - before < 20 * 8 * 8  # a question every two seconds
-    net.propose(7, "first", "x")
+    net.propose(7, "call/1", "x")
     net.run(50.5)
-    assert all("first" in decided for decided in net.decided)
+    assert all("call/1" in found for found in net.results)
 
 
 def test_a_broken_connection_leaves_nobody_out_whom_another_one_reaches():
     net = Network(4, all_pairs(4))
     net.break_link(0, 1)
-    net.at(5.0, lambda: [net.propose(rank, "first", "x") for rank in range(4)])
+    net.at(5.0, lambda: [net.propose(rank, "call/1", "x") for rank in range(4)])
     net.run(7.0)
-    assert [sorted(decided["first"].texts) for decided in net.decided] == [[0, 1, 2, 3]] * 4
-    assert 1 not in net.decided[2]["first"].links[0]
+    assert [sorted(found["call/1"]) for found in net.results] == [[0, 1, 2, 3]] * 4
 
 
 @pytest.mark.parametrize("told", [1, 2, 3])
-def test_the_next_one_asks_those_that_know_the_decision(told):
+def test_the_next_one_asks_those_that_know_the_result(told):
     """Worker 0 decides and dies, and only one of the others has heard. Worker 4 has died before, and would be left out."""
     net = Network(5, all_pairs(5))
     for rank in range(5):
-        net.propose(rank, "first", str(rank))
-    while not net.decided[0]:
+        net.propose(rank, "call/1", str(rank))
+    while not net.results[0]:
         net.run(net.events[0][0])
     net.kill(0)
     net.kill(4)
     on_the_way = [event for event in net.events if event[2].__name__ == "arrives"]
     net.events = [event for event in net.events if event not in on_the_way]
     heapq.heapify(net.events)
-    net.machines[told].hear(0, _pack("first", {}, net.decided[0]["first"]))
+    net.machines[told].hear(0, json.dumps(["result", "call/1", None, [], [0, list(net.results[0]["call/1"].items())]]).encode())
     net.run(10.0)
-    assert [sorted(net.decided[rank]["first"].texts) for rank in (1, 2, 3)] == [[0, 1, 2, 3, 4]] * 3
+    assert [sorted(net.results[rank]["call/1"]) for rank in (1, 2, 3)] == [[0, 1, 2, 3, 4]] * 3
 
 
 def test_who_decides_knows_of_connections_that_were_made_later():
     """Worker 2 has told worker 1 that it knows nothing of worker 0, and tells worker 0 alone when they are connected."""
     net = Network(3, {frozenset((0, 1)), frozenset((1, 2))})
-    net.at(0.1, lambda: [net.propose(rank, "first", "x") for rank in (1, 2)])
+    net.at(0.1, lambda: [net.propose(rank, "call/1", "x") for rank in (1, 2)])
     net.at(1.0, lambda: net.link(0, 2))
     net.at(2.0, lambda: net.break_link(0, 1))
-    net.at(10.0, lambda: net.propose(0, "first", "x"))
+    net.at(10.0, lambda: net.propose(0, "call/1", "x"))
     net.run(20.0)
-    assert [sorted(decided["first"].texts) for decided in net.decided] == [[0, 1, 2]] * 3
+    assert [sorted(found["call/1"]) for found in net.results] == [[0, 1, 2]] * 3
 
 
 @pytest.mark.parametrize(
@@ -217,23 +213,22 @@ def test_who_decides_knows_of_connections_that_were_made_later():
         b"",
         b"{}",
         b"[" * 200_000,
-        b'["first",["x"],[[1,"v",0,"","",""]],null,null]',
-        b'["first",["x"],[[1,1,0,["a"],"",""]],null,null]',
-        b'["first",["x"],[[1,1,0,"4-7","",""]],null,null]',  # workers that there are not
-        b'["first",["x"],[[1,1,0,"xf0","",""]],null,null]',
-        b'["first",["x"],[[1,1,0,"x-1","",""]],null,null]',
-        b'["first",["x"],[[1,1,0,"1,0","",""]],null,null]',
-        b'["first",["x"],[[1,1,0,"0-%d","",""]],null,null]' % 10**30,
-        b'["first",["x"],[[1,1,1,"","",""]],null,null]',
-        b'["first",[7],[[1,1,0,"","",""]],null,null]',
-        b'["first",["x"],[[99,1,0,"","",""]],null,null]',
-        b'["first",["x"],[[-1,1,0,"","",""]],null,null]',
-        b'["first",[],[],null,2]',
-        b'["first",[null],[],[["1",0,""]],null]',
-        b'["first",["x"],[],[["3",0,""]],null]',
-        b'["first",["x"],[],[["1",1,""]],null]',
-        b'["first",["x"],[],[[1,0,""]],null]',
-        b"[1,[],[],null,null]",
+        b'["say","call/1",null,[],[1,7,0,0,0,false]]',
+        b'["say","call/1",null,[],[1,"x",-1,0,0,false]]',
+        b'["say","call/1",null,[],["1","x",0,0,0,false]]',
+        b'["say","call/1",null,[],[1,"x",0,0,0,1]]',
+        b'["say","call/1",null,[],[1,"x",0,0,0]]',
+        b'["say","call/1",[-2],[],[1,"x",0,0,0,false]]',
+        b'["say","call/1",null,[true],[1,"x",0,0,0,false]]',
+        b'["say","call/one",null,[],[1,"x",0,0,0,false]]',
+        b'["say",1,null,[],[1,"x",0,0,0,false]]',
+        b'["ask","call/1",null,[],[false,["x"]]]',
+        b'["ask","call/1",null,[],[0,[]]]',
+        b'["ask","call/1",null,[],null]',
+        b'["result","call/1",null,[],[0,[[1,2]]]]',
+        b'["result","call/1",null,[],[0,[["x","x"]]]]',
+        b'["result","call/1",null,[],[null,[]]]',
+        b'["other","call/1",null,[],[]]',
     ],
 )
 def test_what_is_no_message_is_refused(message):
@@ -241,49 +236,73 @@ def test_what_is_no_message_is_refused(message):
     with pytest.raises(ValueError, match="no message of an agreement"):
         net.machines[0].hear(1, message)
     for rank in range(3):
-        net.propose(rank, "first", "x")
+        net.propose(rank, "call/1", "x")
     net.run(2.0)
-    assert [sorted(decided["first"].texts) for decided in net.decided] == [[0, 1, 2]] * 3
-
-
-@pytest.mark.parametrize("links", [range(1000), range(0, 1000, 2), [0, 1, 2, 4, 500, 999], [999], []])
-def test_messages_of_many_workers_are_small(links):
-    decision = Decision(dict.fromkeys(range(1000), "x" * 200), dict.fromkeys(range(1000), frozenset(links)))
-    packed = _pack("call/1", {}, decision)
-    assert len(packed) < 20_000 + 1000 * min(1000 // 4, 4 * len(links))
-    assert _unpack(packed, 1000)[2] == decision
-
-
-def test_a_decision_without_links_has_each_text_once():
-    decision = Decision({rank: "xyz"[rank // 400] * 200 for rank in range(1000)}, {})
-    packed = _pack("epoch/1", {}, decision)
-    assert len(packed) < 700
-    assert _unpack(packed, 1000)[2] == Decision(decision.texts, dict.fromkeys(range(1000), frozenset()))
+    assert [sorted(found["call/1"]) for found in net.results] == [[0, 1, 2]] * 3
 
 
 def test_who_comes_when_it_is_over_learns_that_it_was_left_out():
     net = Network(3, all_pairs(3))
     net.break_link(0, 2)
     net.break_link(1, 2)
-    net.at(5.0, lambda: [net.propose(rank, "first", "x") for rank in (0, 1)])
+    net.at(5.0, lambda: [net.propose(rank, "call/1", "x") for rank in (0, 1)])
     net.run(6.0)
-    assert sorted(net.decided[0]["first"].texts) == [0, 1]
+    assert sorted(net.results[0]["call/1"]) == [0, 1]
     net.cut.clear()
-    net.propose(2, "first", "x")
+    net.propose(2, "call/1", "x")
     net.run(8.0)
-    assert sorted(net.decided[2]["first"].texts) == [0, 1]
+    assert sorted(net.results[2]["call/1"]) == [0, 1]
 
 
-def test_a_text_reaches_those_that_have_not_come():
-    net = Network(4, ring(4))
-    net.propose(3, "stop", "now")
-    net.run(0.2)
-    assert net.opened == [["now"], [], [], []]
+def test_those_that_have_not_come_are_asked_at_once():
+    net = Network(4, all_pairs(4))
+    net.propose(3, "stop/1", "now", asks=True)
+    net.run(0.4)
+    assert all(machine.is_asked("stop/1") for machine in net.machines)  # worker 0 asks, though it has not come itself
+    net.propose(2, "stop/2", "at leisure")
+    net.run(5.0)
+    assert not any(machine.is_asked("stop/2") for machine in net.machines)
+
+
+def test_a_process_whose_first_round_is_a_later_one_is_not_waited_for():
+    """It may come all the same, as the others hear of it late."""
+    net = Network(4, all_pairs(4))
+    for machine in net.machines:
+        machine._first_round = lambda peer: {3: 50, 0: 20}.get(peer, -1)
+    for rank in (1, 2):
+        net.propose(rank, "call/1", str(rank), round_=20)
+        net.propose(rank, "call/2", str(rank), round_=51)
     net.run(1.0)
-    assert net.opened == [["now"], ["now"], ["now"], []]  # worker 0 asks, though it has not come itself
-    net.propose(0, "stop", "as well")
+    assert net.results[1:3] == [{"call/1": {1: "1", 2: "2"}}] * 2
+    for rank in (0, 3):
+        net.propose(rank, "call/2", str(rank), round_=51)
     net.run(2.0)
-    assert all("as well" in opened for opened in net.opened[1:])
+    assert [sorted(found["call/2"]) for found in net.results] == [[0, 1, 2, 3]] * 4
+
+
+def test_some_of_the_workers_agree_among_themselves():
+    net = Network(5, all_pairs(5))
+    for rank in (1, 3):
+        net.propose(rank, "part-1,3/1", str(rank), among=(1, 3))
+    net.run(1.0)
+    assert net.results == [{}, {"part-1,3/1": {1: "1", 3: "3"}}, {}, {"part-1,3/1": {1: "1", 3: "3"}}, {}]
+
+
+def test_what_is_kept_of_results_is_bounded():
+    """Who comes too late for one that is not kept learns that it is over."""
+    net = Network(2, all_pairs(2))
+    net.break_link(0, 1)
+    net.run(5.0)
+    for number in range(3 * _KEPT):
+        net.propose(0, f"call/{number}/0", "x")
+    machine = net.machines[0]
+    assert not machine._open
+    assert len(machine._results["call"]) == _KEPT
+    net.cut.clear()
+    net.propose(1, "call/3/0", "y")
+    net.propose(1, f"call/{3 * _KEPT - 1}/0", "y")
+    net.run(8.0)
+    assert net.results[1] == {"call/3/0": {}, f"call/{3 * _KEPT - 1}/0": {0: "x"}}
 
 
 def schedule(seed: int) -> None:
@@ -292,7 +311,7 @@ def schedule(seed: int) -> None:
     n = rng.randint(2, 7)
     links = rng.choice([all_pairs, ring])(n) if rng.random() < 0.8 else set()
     net = Network(n, links, seed=seed, loss=rng.choice([0.0, 0.0, 0.1, 0.3]))
-    names = [f"call {k}" for k in range(4)]
+    names = [f"call/{k}" for k in range(4)]
     for rank in range(n):
         at = 0.0
         for name in names:
@@ -308,50 +327,29 @@ def schedule(seed: int) -> None:
     net.run()
     living = [rank for rank in range(n) if rank not in net.dead]
     # Where a third of the messages is lost, a question every two seconds may take more than a minute to come through.
-    while net.loss and net.now < 10 * END and any(len(net.decided[rank]) < len(names) for rank in living):
+    while net.loss and net.now < 10 * END and any(len(net.results[rank]) < len(names) for rank in living):
         net.run(net.now + END)
     for rank, name in itertools.product(living, names):
-        assert name in net.decided[rank], f"seed {seed}: worker {rank} waits for {name}"
-        decision = net.decided[rank][name]
+        assert name in net.results[rank], f"seed {seed}: worker {rank} waits for {name}"
+        decision = net.results[rank][name]
         for other in net.component(rank):
-            assert net.decided[other].get(name) == decision, f"seed {seed}: workers {rank} and {other} differ in {name}"
-        assert decision.texts == {member: f"{member} in {name}" for member in decision.texts}
+            assert net.results[other].get(name) == decision, f"seed {seed}: workers {rank} and {other} differ in {name}"
+        assert decision == {member: f"{member} in {name}" for member in decision}
         if not net.cut:
-            assert decision.texts.keys() >= set(living), f"seed {seed}: {name} leaves out a living worker"
+            assert decision.keys() >= set(living), f"seed {seed}: {name} leaves out a living worker"
 
 
 def test_who_was_away_asks_before_it_decides():
     """Worker 0 has the statements of both others, loses its connection, and comes when they have decided without it."""
     net = Network(3, {frozenset((0, 1)), frozenset((1, 2))})
-    net.at(0.1, lambda: [net.propose(rank, "first", "x") for rank in (1, 2)])
-    net.at(2.0, lambda: net.break_link(0, 1))
+    net.at(0.1, lambda: [net.propose(rank, "call/1", "x") for rank in (1, 2)])
+    net.at(2.0, lambda: [net.break_link(0, 1), net.break_link(0, 2)])
     net.run(9.0)
-    assert [sorted(net.decided[rank]["first"].texts) for rank in (1, 2)] == [[1, 2]] * 2
-    net.link(0, 2)
-    net.propose(0, "first", "x")
+    assert [sorted(net.results[rank]["call/1"]) for rank in (1, 2)] == [[1, 2]] * 2
+    net.cut.clear()
+    net.propose(0, "call/1", "x")
     net.run(20.0)
-    assert sorted(net.decided[0]["first"].texts) == [1, 2]  # and it learns that it was left out
-
-
-class Careful(Agreements):
-    """Compares the ways that it keeps with those that a search finds."""
-
-    def _decide(self, name, agreement, ways):
-        assert ways.keys() == self._ways(agreement).keys()
-        super()._decide(name, agreement, ways)
-
-    def _pursue(self, name, agreement):
-        super()._pursue(name, agreement)
-        if self._rank in agreement.statements and agreement.ways is not None:
-            searched = self._ways(agreement)
-            assert agreement.ways.keys() == searched.keys()
-            assert (agreement.hop is None) == (min(searched) == self._rank)
-
-
-def test_ways_that_are_kept_lead_to_the_workers_that_a_search_finds(monkeypatch):
-    monkeypatch.setattr(f"{__name__}.Agreements", Careful)
-    for seed in range(500, 515):
-        schedule(seed)
+    assert sorted(net.results[0]["call/1"]) == [1, 2]  # and it learns that it was left out
 
 
 def test_random_schedules():
@@ -366,15 +364,14 @@ def test_many_random_schedules(first):
         schedule(seed)
 
 
-def test_a_question_of_a_process_that_was_replaced_does_not_go_round():
-    """Nobody keeps what it has said, so each question of it looks new each time it comes."""
+def test_what_a_process_that_was_replaced_has_said_does_not_count():
     net = Network(4, all_pairs(4))
     for rank in range(3):
         net.machines[rank].renew(3, 1)
-        net.propose(rank, "call/1", "a")
+    old, net.machines[3] = net.machines[3], net.machine(3, incarnation=1)
+    old.propose("call/1", "old")
     net.run(0.5)
-    before = net.messages
-    said = _Statement(5, None, frozenset({0, 1, 2}), frozenset(), frozenset())
-    net.machines[0].hear(1, _pack("call/1", {3: said}, asker=3))
+    for rank in range(4):
+        net.propose(rank, "call/1", "new")
     net.run(1.0)
-    assert net.messages - before < 30  # a hundred if it does, and more in each second
+    assert net.results == [{"call/1": dict.fromkeys(range(4), "new")}] * 4

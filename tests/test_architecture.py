@@ -246,7 +246,7 @@ def test_the_core_needs_torch_and_numpy_alone():
 
 
 # Users choose the names of their subclasses' attributes, so a topology's own are underscored.
-TOPOLOGYS = {"_at_most_every", "_rank", "_edges_ahead", "_final_part", "_next_mix", "_spread", "_time"}
+TOPOLOGYS = {"_at_most_every", "_checked", "_rank", "_edges_ahead", "_final_part", "_next_mix", "_spread", "_time"}
 TORCHS = {"_values", "_version"}  # of a sparse tensor; of any tensor
 
 

@@ -38,9 +38,6 @@ def entry(path: str, value: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 OF_WRAPPER = {
-    "exchange/stale": (2**31, "exchange"),
-    "exchange/in_flight": (3, "exchange"),
-    "exchange/parameters": ([1], "exchange"),
     "rule/state": (True, "rule"),
     "optim/schedulers": (True, "schedulers"),
     "optim/schedulers/by_name": ([], "schedulers"),

@@ -44,8 +44,6 @@ def state(**changes: Any) -> dict[str, Any]:
         "window": "idle",
         "grads": {},
         "order": None,
-        "link": {"rank": 0},
-        "exchange": {"parameters": {"w": {"sent": torch.ones(2)}}, "stale": []},
     }
     extra = changes.pop("user", {})
     optim = {**snapshot["optim"], **changes.pop("optim", {})}
@@ -65,7 +63,6 @@ def mean_of(folder: Path, trees: Sequence[Any]) -> dict[str, Any]:
     with saved(folder, trees) as readers:
         tree = combined(readers)
     assert tree["random"] is None
-    assert tree["snapshot"]["exchange"] is None
     return tree
 
 
@@ -380,11 +377,16 @@ def test_the_users_own(tmp_path):
 
 def test_state_of_the_first_worker(tmp_path):
     trees = [
-        state(order=order, optimizer=kind, link={"rank": i}, nested=i == 0)
-        for i, (order, kind) in enumerate([(None, None), (["w"], "Adam")])
+        state(order=order, optimizer=kind, nested=i == 0) for i, (order, kind) in enumerate([(None, None), (["w"], "Adam")])
     ]
     made = mean_of(tmp_path, trees)["snapshot"]
-    assert (made["order"], made["optimizer"], made["link"], made["nested"]) == (["w"], "Adam", {"rank": 0}, True)
+    assert (made["order"], made["optimizer"], made["nested"]) == (["w"], "Adam", True)
+
+
+def test_what_format_3_had_in_flight_is_left_out(tmp_path):
+    in_flight = {"parameters": {"w": {"sent": torch.ones(2)}}, "stale": [], "in_flight": {"w": 6}}
+    made = mean_of(tmp_path, [state(exchange=in_flight, link={"rank": i}) for i in range(2)])
+    assert made["snapshot"].keys() == state()["snapshot"].keys()
 
 
 # -- all of it -------------------------------------------------------------------------------------------------------------
@@ -419,9 +421,9 @@ def test_from_n_to_m(tmp_path, n, m, how):
             assert torch.equal(snapshot["parameters"]["frozen"], torch.full((2,), 0.1))
             assert tree["state"]["rank"] == group[0]
             assert tree.keys() == {"snapshot", "random", "state"}
-            assert (tree["random"], snapshot["exchange"]) == (None, None)
+            assert tree["random"] is None
             if len(group) == 1:
-                assert exactly(tree["snapshot"], {**trees[group[0]]["snapshot"], "exchange": None})
+                assert exactly(tree["snapshot"], trees[group[0]]["snapshot"])
 
 
 def test_the_mean_keeps_the_mean(tmp_path):
@@ -434,7 +436,7 @@ def test_the_mean_keeps_the_mean(tmp_path):
 
 def test_one_tensor_of_one_worker_at_a_time(tmp_path, monkeypatch):
     n, size = 6, 1000
-    trees = [state(parameters={f"w{k}": torch.randn(size) for k in range(5)}, exchange=None) for _ in range(n)]
+    trees = [state(parameters={f"w{k}": torch.randn(size) for k in range(5)}) for _ in range(n)]
     alive: list[Any] = []
     most = 0
     real = Shard.__getitem__
@@ -524,6 +526,7 @@ def saved_run(transport: InProcessTransport, path: Path) -> dict[str, Any]:
     model.flag.fill_(rank == 0)
     model.average.copy_(torch.randn(2, generator=draw))
     optimizer.zero_grad()
+    replica.flush()  # before the state for the save is made of the weights
     save(replica, path, {"rank": rank, "ema": {"w": model.wide.weight.detach() * 2}})
     found = contents(model, optimizer)
     replica.close()

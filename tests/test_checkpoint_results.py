@@ -45,7 +45,6 @@ def test_the_committed_costs_keep_the_promise() -> None:
         payload = 4 * results["parameters"]
         assert line["parameters_bytes"] == payload
         assert line["optimizer_bytes"] == pytest.approx(2 * payload, rel=1e-3)
-        assert line["sent_bytes"] == pytest.approx(payload if wire == "float32" else payload / 4, rel=0.01)
 
 
 @pytest.mark.slow
@@ -56,7 +55,7 @@ def test_the_costs_of_a_small_model(tmp_path: Path) -> None:
     line = checkpoint.summary(found)
     assert {key for key in checkpoint.COLUMNS if not line[key] > 0 and key != "delay_s"} == set()
     assert line["parameters_bytes"] == 4 * 3 * 64 * 64
-    assert line["bytes"] > line["parameters_bytes"] + line["optimizer_bytes"] + line["sent_bytes"]
+    assert line["bytes"] > line["parameters_bytes"] + line["optimizer_bytes"]
     assert line["complete_s"] >= line["save_s"]
     assert list(tmp_path.iterdir()) == []
 

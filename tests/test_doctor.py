@@ -220,7 +220,7 @@ def with_a_wall(rank: int, n: int, path: str) -> Any:
 
     def impatient(self: Any, peer: int, transport: Any) -> Any:
         if {self.rank, peer} == {1, 2}:
-            transport._exchanges._timeout.seconds = 0.5
+            transport._exchanges.policy._timeout = 0.5
         return measure(self, peer, transport)
 
     Probe._measure = impatient  # type: ignore[method-assign]

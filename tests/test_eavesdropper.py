@@ -140,12 +140,10 @@ def changed(rank: int, n: int, encrypt: bool) -> Any:
     return outcome, bool(between), [torch.equal(values, content(1 - rank)) for values in got]
 
 
-def test_a_changed_byte_ends_the_connection_and_nothing_is_mixed(workers):
+def test_a_changed_byte_ends_the_connection_and_what_is_mixed_is_right(workers):
+    """It is made again, and what was on its way is sent again."""
     found = workers(2, changed, True)
-    for (kind, message, seconds), has_dialled, is_right in found:
-        if has_dialled:
-            assert kind == "PeerLostError"
-            assert "round 0, bucket 0" in message
-            assert seconds < 20
-        else:  # what came to the other one is right, if it came before the connection ended
-            assert (kind, is_right) in (("nothing", [True]), ("PeerLostError", []))
+    for (kind, _, seconds), has_dialled, is_right in found:
+        assert (kind, is_right) == ("nothing", [True])
+        assert seconds < 20
+        assert has_dialled in (False, True)

@@ -515,27 +515,3 @@ def test_a_process_that_joins_leaves_out_the_rounds_before_its_first_one():
     engine.enter(60, (3, 0, 2))
     assert engine.round == 60
     assert told == [([0, 2, 3], ExchangeId(59, 4)), ([0, 2, 3], ExchangeId(59, 5))]
-
-
-def test_before_a_call_what_is_in_flight_is_mixed_if_others_are_in_later_rounds():
-    """They may have mixed it: then the mean of all would include one half of it."""
-    finished: list[int] = []
-    engine = Engine.__new__(Engine)
-    engine.buckets = [SimpleNamespace(number=number, held=[]) for number in (4, 5)]  # type: ignore[misc]
-    engine.finish = lambda bucket: finished.append(bucket.number)  # type: ignore[assignment,method-assign,return-value,misc]
-    engine.settle(in_flight=False, seconds=0.0)
-    assert finished == []
-    engine.settle(in_flight=True, seconds=0.0)
-    assert finished == [4, 5]
-
-
-def test_a_call_waits_for_verdicts_once():
-    engine = Engine.__new__(Engine)
-    held = SimpleNamespace(waited=False)
-    engine.buckets = [SimpleNamespace(held=[held], settle_held=lambda: (0, 0))]  # type: ignore[misc]
-    engine.late = engine.holes = 0
-    for waits in (True, False):
-        began = time.monotonic()
-        engine.settle(in_flight=False, seconds=0.2)
-        assert (time.monotonic() - began > 0.15) == waits
-    assert held.waited

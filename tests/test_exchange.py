@@ -250,7 +250,7 @@ def broken_thread(rank: int, n: int) -> list[str]:
         transport._wire._thread.join(50)
         with pytest.raises(RuntimeError, match="the transport of this worker has failed: ZeroDivisionError"):
             transport.start(edge, request(torch.ones(3), rank, ExchangeId(1, 0)))
-    transport.control.gather(None)
+    dist.barrier()
     transport.close()
     return said
 
@@ -311,9 +311,10 @@ def test_many_failed_requests_for_buffers_do_not_nest():
 def handle_that_lands(timeout: float) -> tuple[Any, list[str]]:
     """A handle of one message, whose staging notes its calls."""
     mailbox = SimpleNamespace(waits_for=lambda *_: False)
-    wire: Any = SimpleNamespace(last_progress=lambda _: 0.0, open_slots=lambda *_: [], mailbox=mailbox)
-    own = request(torch.ones(3), 0, ExchangeId(0, 0))
-    handle = handles.WireHandle(own, [1], handles.Timeout(timeout), wire, lambda error, *_: RuntimeError(f"is {error!r}"))
+    wire: Any = SimpleNamespace(last_progress=lambda _: 0.0, open_slots=lambda *_: [], mailbox=mailbox, now=time.monotonic)
+    wire.stopped, wire.why_lost, wire.has_ended = 0.0, lambda _: TimeoutError(), lambda _: False
+    own, policy = request(torch.ones(3), 0, ExchangeId(0, 0)), handles.AllNeeded(wire, timeout)
+    handle = handles.WireHandle(own, [1], policy, wire, lambda error, _: RuntimeError(f"is {error!r}"))
     calls: list[str] = []
     handle.land, handle.finish = lambda: calls.append("lands"), lambda: calls.append("finishes")
     handle.expect(1)

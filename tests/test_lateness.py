@@ -73,8 +73,8 @@ def test_who_does_not_answer_is_waited_for_no_longer_than_the_silent(link, monke
     as giving up bytes on their way would cost the connection."""
     asked, now = [], 100.0
     flow = SimpleNamespace(links={1: link}, epoch=0, settlement=SimpleNamespace(ask_for_life=asked.append))
-    wire = SimpleNamespace(call=lambda command: command(), now=lambda: now)
-    neighbours = WireNeighbours(wire, flow, 0, dead_after=10.0)  # type: ignore[arg-type]
+    wire = SimpleNamespace(call=lambda command: command(), now=lambda: now, flow=flow)
+    neighbours = WireNeighbours(wire, 0, 10.0, 60.0)  # type: ignore[arg-type]
     pair, end = new_pair(8, joined=joined), 100.0 + (4 * USUAL if joined else 0.5)
     link.enter(LinkState.OPEN)
     link.heard = 0.0 if joined else end + 0.05  # another message says nothing about an earlier exchange
@@ -114,7 +114,7 @@ def test_a_heartbeat_says_that_bytes_move_of_an_exchange_in_which_both_are(link,
 def test_wanted_bytes_may_wait_for_an_earlier_exchange_of_their_sender(link, busy, lost):
     """Without that excuse a connection that brings nothing for ``dead_after`` is made anew."""
     losses: list[str] = []
-    wire = SimpleNamespace(_dead_after=10.0, _flow=SimpleNamespace(lose=lambda of, reason: losses.append(reason)))
+    wire = SimpleNamespace(_dead_after=10.0, flow=SimpleNamespace(lose=lambda of, reason: losses.append(reason)))
     link.state, link.outstanding, link.since, link.moved, link.busy = LinkState.OPEN, 1, 80.0, 90.0, busy
     Wire._judge(wire, link, 101.0)  # type: ignore[arg-type]
     assert len(losses) == lost

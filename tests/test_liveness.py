@@ -47,17 +47,16 @@ class Two:
     """Two workers that tolerate faults, and what the first knows of the second."""
 
     def __init__(self, *, near: bool = False, dead_after: float = 10.0) -> None:
-        self.net = Net(2, near=near, size=2, dead_after=dead_after, breaks=True)
-        self.known: WireNeighbours = self.net.wires[0].tolerate(dead_after)
-        self.theirs: WireNeighbours = self.net.wires[1].tolerate(dead_after)
+        self.net = Net(2, near=near, size=2, dead_after=dead_after)
+        self.known, self.theirs = (WireNeighbours(wire, rank, dead_after, 60.0) for rank, wire in enumerate(self.net.wires))
         for rank in (0, 1):
-            self.net.wires[rank].want(1 - rank)
+            self.net.wires[rank].connect(1 - rank)
         wait_for(lambda: self.known.living() == [1] and self.theirs.living() == [0])
-        self.link = self.net.wires[0]._flow.link(1)
+        self.link = self.net.wires[0].flow.link(1)
 
     def there(self, call: Callable[[Any], object]) -> None:
         """Calls it with the second worker's flow, in its thread."""
-        self.net.wires[1].call(lambda: call(self.net.wires[1]._flow))
+        self.net.wires[1].call(lambda: call(self.net.wires[1].flow))
 
     def end(self) -> None:
         """The second worker's process ends."""
@@ -128,7 +127,7 @@ def test_a_peer_that_sends_what_was_not_due_costs_its_edge_and_no_more(make):
     errors: list[BaseException] = []
     key, data = (0, 0, 0), memoryview(bytearray(40_000))
     sending = Sending(1, key, data, lambda: None, errors.append, ready=len(data))
-    two.known.open(Pair(Receiving(1, key, data, lambda: None, errors.append), sending, verdicts.append))
+    two.net.wires[0].open(Pair(Receiving(1, key, data, lambda: None, errors.append), sending, verdicts.append))
     wait_for(lambda: bool(two.link.pairs))
     two.there(lambda flow: flow.link(0).bulk.send(pack(DATA, key, 0, 30_000, 10, len(data)), b"x" * 10))
     wait_for(lambda: verdicts == [Verdict.NEITHER])
@@ -138,7 +137,7 @@ def test_a_peer_that_sends_what_was_not_due_costs_its_edge_and_no_more(make):
 def test_a_worker_that_is_late_is_asked_and_answers(make):
     two = make(dead_after=50.0)
     two.theirs._flow.round = 7
-    two.net.wires[0].call(lambda: two.net.wires[0]._flow.beat(two.link, ask=True))
+    two.net.wires[0].call(lambda: two.net.wires[0].flow.beat(two.link, ask=True))
     wait_for(lambda: two.known.round_of(1) == 7 or two.link.round == 7, 0.5)  # heartbeats are a second apart
 
 
@@ -157,8 +156,8 @@ def test_a_lost_connection_is_made_again(make, monkeypatch, near, refusals):
 
     monkeypatch.setattr(threading.Thread, "start", start_or_refuse)
     for count in (1, 2, 3):
-        two.net.wires[0].call(lambda: two.net.wires[0]._flow.lose(two.link, "cut by the test"))
-        wait_for(lambda count=count: two.net.wires[0]._flow.reconnects == count)
+        two.net.wires[0].call(lambda: two.net.wires[0].flow.lose(two.link, "cut by the test"))
+        wait_for(lambda count=count: two.net.wires[0].flow.reconnects == count)
         wait_for(lambda: two.theirs.living() == [0])
     assert len(refused) == refusals
 

@@ -277,7 +277,7 @@ def test_a_resumed_run_is_the_same_run(topology, compression):
     for stop, how in zip(stops, ({}, MANY, {"param_as_bucket_view": False}), strict=True):
 
         def again(at: InProcessTransport, stop: int = stop, how: dict[str, Any] = how) -> Any:
-            return go_on(job, at, at.rank, range(stop, 8), through[at.rank][0][stop], **how)
+            return go_on(job, at, at.rank, range(stop, 8), through[at.rank][0][stop], stops, **how)
 
         for rank, (losses, end) in enumerate(run_replicas(n, again)):
             assert_equal(losses, through[rank][1][stop:], f"{stop}, worker {rank}")

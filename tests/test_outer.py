@@ -135,7 +135,7 @@ def train(rank: int, case: Case, **options: Any) -> tuple[np.ndarray, list[dict[
 
 
 def state_of(model: DecentralizedDataParallel) -> dict[str, np.ndarray]:
-    saved = take(model.replica)["rule"]["state"]
+    saved = take(model.replica, settled=False)["rule"]["state"]
     keys = saved["upper"] if saved else ()
     return {key: torch.cat([saved["upper"][key], saved["lower"][key]]).numpy().copy() for key in keys}
 

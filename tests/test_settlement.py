@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -145,7 +145,6 @@ class World:
     def __init__(self, seed: int, sizes: tuple[int, int]) -> None:
         self.draw, self.sizes = random.Random(seed), sizes
         self.ends = [End(rank) for rank in (0, 1)]
-        self.give_back: dict[tuple[int, int, int], Callable[[], Any]] = {}
         self.connect()
 
     # -- the network ------------------------------------------------------------------------------------------------------
@@ -197,8 +196,6 @@ class World:
             memory[:] = own[:] = b"\xff" * size
             end.given_back += [memory, own]
 
-        self.give_back[end.rank, round_, bucket] = lambda: (end.received.update({(round_, bucket): bytes(memory)}), give_back())
-
         def fail(error: BaseException) -> None:
             raise AssertionError(f"worker {end.rank}: {error}")
 
@@ -209,13 +206,16 @@ class World:
 
     def abandon(self, end: End) -> None:
         for round_, bucket in end.open_rounds():
-            verdict = end.flow.settlement.abandon(end.peer, (round_, bucket, 0), late=False)
-            if verdict is Verdict.OPEN:
-                assert end.verdicts[round_, bucket] is None
-                end.verdicts[round_, bucket] = Verdict.OPEN
-                self.give_back[end.rank, round_, bucket]()
-            else:
-                assert end.verdicts[round_, bucket] is not None
+            in_doubt = end.link.votes.in_doubt(bucket)
+            end.flow.settlement.abandon(end.link.pairs[bucket], late=False)
+            assert in_doubt is (end.verdicts[round_, bucket] is None)
+        end.flow.go_on()
+
+    def drop(self, end: End) -> None:
+        """It waits no longer for the end of its doubts."""
+        for round_, bucket in end.open_rounds():
+            end.flow.settlement.drop(end.link.pairs[bucket])
+            assert end.verdicts[round_, bucket] is Verdict.NEITHER
         end.flow.go_on()
 
     def skip(self, end: End) -> None:
@@ -258,7 +258,7 @@ class World:
             elif what < 0.99:
                 end.read()
             elif deaths:
-                self.expire(end)
+                draw.choice([self.expire, self.drop])(end)
 
     def heal(self) -> None:
         """The network is fine from now on, and both go on to one round."""
@@ -282,7 +282,7 @@ class World:
         apart = 0
         for key in first.verdicts:
             verdicts = [end.verdicts[key] for end in self.ends]
-            assert not {None, Verdict.OPEN} & set(verdicts), (key, verdicts)
+            assert None not in verdicts, (key, verdicts)
             apart += verdicts[0] is not verdicts[1]
             for end, verdict in zip(self.ends, verdicts, strict=True):
                 if verdict is Verdict.BOTH:
@@ -339,7 +339,7 @@ def test_votes_are_repeated_for_the_last_exchange_and_for_what_was_left_out():
     votes = Votes()
     votes.open(3, 0)
     assert votes.vote_got(3, 0) == Vote(3, 0, got=True)
-    assert votes.verdict(3, 0) is Verdict.OPEN
+    assert votes.verdict(3, 0) is None
     votes.hear(Vote(3, 0, got=True))
     assert votes.verdict(3, 0) is Verdict.BOTH
     votes.close(3, 0)
@@ -402,17 +402,29 @@ def test_who_is_in_doubt_asks_and_is_told():
         second.read()
     assert first.link.votes.in_doubt(0)
     world.abandon(first)
-    assert first.verdicts[0, 0] is Verdict.OPEN
-    assert first.link.state is LinkState.BROKEN, "its memory is the caller's, and libzmq may still read it"
-    world.cut()
-    second.read()
-    world.connect()
+    assert first.verdicts[0, 0] is None
     for _ in range(4):
         world.move(first, 100, [0])
         second.read()
         world.move(second, 100)
         first.read()
     assert [end.verdicts[0, 0] for end in world.ends] == [Verdict.NEITHER] * 2
+
+
+def test_who_waits_no_longer_for_the_end_of_a_doubt_drops_what_the_other_may_have_mixed():
+    world = World(0, (90_000, 1))
+    first, second = world.ends
+    for end in world.ends:
+        world.open(end, (0, 0, 0))
+        end.flow.go_on()
+    for _ in range(4):
+        world.move(second, 100)
+        first.read()
+        world.move(first, 100, [0])
+        second.read()
+    world.drop(first)
+    assert (first.verdicts[0, 0], first.flow.settlement.one_sided) == (Verdict.NEITHER, 1)
+    assert first.link.state is LinkState.BROKEN, "its memory is the caller's, and libzmq may still read it"
 
 
 def test_a_vote_that_was_revoked_while_the_connection_was_lost():

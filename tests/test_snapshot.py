@@ -1,5 +1,4 @@
-"""A run that is stopped and goes on equals the one that is not, bit for bit; and a snapshot that does not fit changes
-nothing."""
+"""A run that is stopped after a save and resumes equals the one that continues after it, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,20 +16,32 @@ from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.replica.snapshot import put_back, take
 from decent_dp.topo import TopologyReg
 from decent_dp.transport import InProcessTransport, run_replicas
-from tests.helpers import SGD
-from tests.resuming import JOBS, MANY, Branches, Job, assert_equal, go_on, run_through, step_in_windows
+from tests.helpers import SGD, values
+from tests.resuming import (
+    JOBS,
+    MANY,
+    PAIRS,
+    Branches,
+    Job,
+    assert_equal,
+    dumb_copy,
+    go_on,
+    run_through,
+    step_in_windows,
+    trained,
+)
 
 TOTAL = 7
 
 
 def stopped_everywhere(job: Job, n: int, stops: list[int], total: int = TOTAL, **then: Any) -> None:
-    """Stops a run before each of ``stops``, with all that belongs to it thrown away, and compares with the one that goes
+    """Stops a run at its saves before ``stops``, with all that belongs to it thrown away, and compares with the one that goes
     through. ``then`` are options in which the second run differs."""
     through = run_replicas(n, lambda at: run_through(job, at, at.rank, total, stops))
     for stop in stops:
 
         def again(at: InProcessTransport, stop: int = stop) -> Any:
-            return go_on(job, at, at.rank, range(stop, total), through[at.rank][0][stop], **then)
+            return go_on(job, at, at.rank, range(stop, total), through[at.rank][0][stop], stops, **then)
 
         for rank, (losses, end) in enumerate(run_replicas(n, again)):
             where = f"stopped at {stop}, worker {rank}"
@@ -91,12 +102,105 @@ def test_every_kind_of_job(name):
 
 
 @pytest.mark.parametrize("name", ["windows", "pending", "zoo", pytest.param("accum-adamw", marks=pytest.mark.slow)])
-def test_looking_changes_nothing(name):
+def test_a_second_save_at_once_changes_nothing(name):
     job = replace(JOBS[name], options={**JOBS[name].options, "topology": "one-peer-exp", "compression": "int8"})
-    ends = [
-        run_replicas(2, lambda at, stops=stops: run_through(job, at, at.rank, TOTAL, stops)[1:]) for stops in ([], range(TOTAL))
-    ]
-    assert_equal(*ends)
+
+    def through(at: InProcessTransport, times: int) -> Any:
+        model = job.wrap(0, at)
+        for t in range(TOTAL):
+            for _ in range(times):
+                snapshot = dumb_copy(take(model.replica))
+            job.train(model, [t], at.rank)
+        return snapshot, dumb_copy(take(model.replica))
+
+    assert_equal(*(run_replicas(2, partial(through, times=times)) for times in (1, 2)))
+
+
+SETTLING: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "int8": {"compression": "int8"},
+    "low-rank": {"compression": "low-rank:1"},
+    "group": {"topology": "complete"},
+    "mix_every": {"mix_every": 3},
+    "buckets": MANY,
+}
+
+
+@pytest.mark.parametrize("name", SETTLING)
+def test_a_save_mixes_what_is_in_flight(name):
+    """The replicas move towards each other, and their mean stays."""
+    job = Job({"topology": "ring", **SETTLING[name]})
+
+    def body(at: InProcessTransport) -> Any:
+        model = trained(job, 4, at)
+        before = values(model.module)
+        snapshot = dumb_copy(take(model.replica))
+        assert all(bucket.in_flight is None for bucket in model.replica.engine.buckets)
+        assert_equal(snapshot["parameters"], values(model.module))
+        return before, snapshot["parameters"]
+
+    found = run_replicas(2, body)
+    for key in found[0][0]:
+        old, new = ([pair[side][key].double() for pair in found] for side in (0, 1))
+        torch.testing.assert_close(sum(new), sum(old), rtol=0, atol=1e-6)
+    old, new = (
+        sum(float((pairs[0][key] - pairs[1][key]).square().sum()) for key in pairs[0])
+        for pairs in ([pair[side] for pair in found] for side in (0, 1))
+    )
+    assert new < (0.01 if name in ("plain", "group", "buckets") else 0.9) * old
+
+
+def test_a_save_asks_the_optimizers_hook():
+    """As before each mix of its bucket."""
+
+    def body(at: InProcessTransport) -> None:
+        model = trained(replace(JOBS["hooked"], options={"topology": "one-peer-exp", **MANY}), 3, at)
+
+        def far() -> Any:
+            return dumb_copy([state["far"] for one in model.optimizers for state in one.state.values()])
+
+        before = far()
+        take(model.replica)
+        assert before
+        assert not any(torch.equal(old, new) for old, new in zip(before, far(), strict=True))
+
+    run_replicas(2, body)
+
+
+def test_a_save_of_one_worker_alone_hangs_nobody():
+    """It mixes earlier than its neighbour, and the mean of both stays."""
+
+    def body(at: InProcessTransport, saves: bool) -> Any:
+        model = trained(PAIRS, 3, at)
+        if saves and at.rank:
+            take(model.replica)
+        for param in model.module.parameters():
+            param.grad = torch.full_like(param, 0.1 * at.rank)
+        model.update()
+        take(model.replica)
+        return values(model.module)
+
+    plain, alone = (run_replicas(2, partial(body, saves=saves)) for saves in (False, True))
+    for key in plain[0]:
+        torch.testing.assert_close(alone[0][key] + alone[1][key], plain[0][key] + plain[1][key], rtol=0, atol=1e-6)
+
+
+def test_inside_averaged_the_replicas_own_values_are_mixed():
+    """The mean stays where it is, and after the with-block each replica is the one that a save outside would have left."""
+
+    def body(at: InProcessTransport, inside: bool) -> Any:
+        model = trained(Job({"topology": "one-peer-exp", "compression": "int8"}), 3, at)
+        if inside:
+            with model.averaged(), model.averaged():
+                mean = values(model.module)
+                snapshot = dumb_copy(take(model.replica))
+                assert_equal(mean, values(model.module))
+        else:
+            snapshot = dumb_copy(take(model.replica))
+        assert_equal(snapshot["parameters"], values(model.module))
+        return snapshot
+
+    assert_equal(*(run_replicas(2, partial(body, inside=inside)) for inside in (False, True)))
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
@@ -120,7 +224,7 @@ def test_other_numbers_of_workers(n, compression):
 def test_a_chain_of_stops(compression):
     """Stopped and gone on at once, several times, also when nothing was done in between."""
     job = Job({"topology": "one-peer-exp", "compression": compression}, step=step_in_windows)
-    through = run_replicas(4, lambda at: run_through(job, at, at.rank, TOTAL))
+    through = run_replicas(4, lambda at: run_through(job, at, at.rank, TOTAL, (2, 3, 5)))
     saved: list[Any] = run_replicas(4, lambda at: run_through(job, at, at.rank, 2)[2])
     for first, last in ((2, 2), (2, 3), (3, 5), (5, 5), (5, TOTAL)):
         part = run_replicas(4, lambda at, s=range(first, last), kept=saved: go_on(job, at, at.rank, s, kept[at.rank]))
@@ -221,7 +325,12 @@ def test_back_to_an_earlier_update(compression, overlap):
             if number:
                 model.replica.engine.buckets[0].compression._rejected += 1000
             put_back(model.replica, through[at.rank][0][stop])
-            ends.append((job.train(model, range(stop, TOTAL), at.rank), take(model.replica)))
+            losses = []
+            for t in range(stop, TOTAL):
+                if t in stops:
+                    take(model.replica)
+                losses += job.train(model, [t], at.rank)
+            ends.append((losses, take(model.replica)))
             assert (model.optimizers, model._lr_schedulers) == lists
             assert model.optimizers is lists[0]
             assert [unit.optimizer for unit in model.replica.units] == model.optimizers
@@ -242,7 +351,7 @@ def test_a_hint_from_before_a_load_is_not_used(monkeypatch):
     calm = Job({"topology": "one-peer-exp", "compression": "int8"})
     through = run_replicas(2, lambda at: run_through(calm, at, at.rank, TOTAL, [3]))
 
-    def body(at: InProcessTransport, dropped: bool) -> Any:
+    def body(at: InProcessTransport) -> Any:
         model = calm.wrap(0, at)
         for t in range(3):
             for param in model.module.parameters():
@@ -250,8 +359,7 @@ def test_a_hint_from_before_a_load_is_not_used(monkeypatch):
             model.update()
         if at.rank:
             slow(model)
-        snapshot = through[at.rank][0][3]
-        put_back(model.replica, {**snapshot, "exchange": None} if dropped else snapshot)
+        put_back(model.replica, through[at.rank][0][3])
         losses = calm.train(model, range(3, TOTAL), at.rank)
         return losses, take(model.replica)
 
@@ -265,15 +373,6 @@ def test_a_hint_from_before_a_load_is_not_used(monkeypatch):
 
         monkeypatch.setattr(transport, "start", late)
 
-    found = run_replicas(2, partial(body, dropped=False))
-    for (losses, end), (_, all_losses, reference) in zip(found, through, strict=True):
+    for (losses, end), (_, all_losses, reference) in zip(run_replicas(2, body), through, strict=True):
         assert_equal(losses, all_losses[3:])
-        assert_equal(end, reference)
-
-    def fresh(at: InProcessTransport) -> Any:
-        return go_on(calm, at, at.rank, range(3, TOTAL), {**through[at.rank][0][3], "exchange": None})
-
-    dropped = run_replicas(2, partial(body, dropped=True))
-    for (losses, end), (others, reference) in zip(dropped, run_replicas(2, fresh), strict=True):
-        assert_equal(losses, others)
         assert_equal(end, reference)

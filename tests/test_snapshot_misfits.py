@@ -94,35 +94,20 @@ UNFIT: list[tuple[str, Any, type[Exception], str]] = [
     ("nested", 1, ValueError, "'nested' is 1"),
     ("arrived", "x", ValueError, "'arrived' is 'x'"),
     ("arrived", ["inner.more"], ValueError, r"gradient of 'inner\.more', which is not a trainable"),
-    ("exchange", [], ValueError, r"'exchange' is \[\]"),
-    ("exchange/stale", None, ValueError, "'exchange' is {'in_flight': {.*'parameters': "),
-    (
-        "exchange/parameters/inner.turned/sent",
-        None,
-        ValueError,
-        r"'sent' of the exchange of parameter 'inner\.turned' is missing",
-    ),
-    (
-        "exchange/parameters/inner.turned/hint_in_flight",
-        torch.zeros(2, dtype=torch.int8),
-        ValueError,
-        r"'hint_in_flight' .* is \(2,\)",
-    ),
-    ("exchange/parameters/inner.turned/ranges", torch.zeros(1, 4), ValueError, r"'ranges' .*float32, and should be .*float64"),
 ]
 
 
 def state_of(model: DecentralizedDataParallel) -> Any:
     """Everything that a refused load must leave alone."""
     objects = [*model.optimizers, *model.replica.engine.buckets, *model.module.parameters()]
-    return dumb_copy(take(model.replica)), [id(one) for one in objects]
+    return dumb_copy(take(model.replica, settled=False)), [id(one) for one in objects]
 
 
 @pytest.mark.parametrize("bad", [pytest.param(0, marks=pytest.mark.slow), 1], ids=["worker 0", "worker 1"])
 def test_a_misfit_is_refused_on_all_workers_and_changes_nothing(bad):
     job = Job({"topology": "one-peer-exp", "compression": "int8", **MANY}, model=Picky, optim_fn=JOBS["zoo"].optim_fn)
     job = replace(job, step=step_in_windows)
-    through = run_replicas(2, lambda at: run_through(job, at, at.rank, 9))
+    through = run_replicas(2, lambda at: run_through(job, at, at.rank, 9, [4]))
 
     def body(at: InProcessTransport) -> list[tuple[str, str]]:
         model = trained(job, 4, at)
@@ -299,7 +284,7 @@ def test_a_state_of_another_shape_is_refused(case):
         assert_equal(state_of(model), before)
         put_back(model.replica, saved)
         job.train(model, [2], at.rank)
-        assert_equal(dumb_copy(take(model.replica)), before[0])
+        assert_equal(state_of(model)[0], before[0])
 
     run_replicas(2, body)
 
@@ -431,38 +416,6 @@ def test_a_load_where_one_worker_has_an_update_to_make(due, overlap):
         assert_equal(dumb_copy(take(model.replica)), saved)
 
     run_replicas(2, body)
-
-
-@pytest.mark.parametrize("compression", [None, "int8"])
-def test_a_topology_that_raises_on_one_worker(compression):
-    """Asked for the round of the exchange in flight."""
-    job = Job({"topology": "one-peer-exp", "compression": compression})
-
-    def body(at: InProcessTransport) -> str:
-        model = trained(job, 3, at)
-        saved = dumb_copy(take(model.replica))
-        job.train(model, [3], at.rank)
-        before = state_of(model)
-        ask = model.replica.topology.get_edge
-
-        def refuse(step: int) -> Edge:
-            if step == 2:
-                raise IndexError(f"no round {step}")
-            return ask(step)
-
-        with pytest.MonkeyPatch.context() as patch:
-            if at.rank:
-                patch.setattr(model.replica.topology, "get_edge", refuse)
-            with pytest.raises(RuntimeError) as caught:
-                put_back(model.replica, saved)
-        assert not model.replica.failed
-        assert_equal(state_of(model), before)
-        put_back(model.replica, saved)
-        job.train(model, [3], at.rank)
-        assert_equal(dumb_copy(take(model.replica)), before[0])
-        return str(caught.value)
-
-    assert run_replicas(2, body) == ["worker 1: IndexError: no round 2"] * 2
 
 
 def test_a_topology_of_numpy_numbers_resumes():

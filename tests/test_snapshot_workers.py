@@ -11,11 +11,12 @@ import torch
 
 from decent_dp.compression import COMPRESSIONS
 from decent_dp.ddp import DecentralizedDataParallel
-from decent_dp.errors import OutOfStepError
+from decent_dp.errors import OutOfStepError, PeerTimeoutError
 from decent_dp.replica.snapshot import put_back, take
 from decent_dp.transport import run_replicas
 from tests.resuming import JOBS, MANY, Job, assert_equal, dumb_copy, go_on, run_through, step_in_windows
 from tests.test_compression_in_training import Bag
+from tests.workers import hear, say, shorten
 
 TOTAL = 7
 CASES: list[tuple[str, str, dict[str, Any]]] = [
@@ -36,15 +37,19 @@ def case(n: int, topology: str, compression: str | None, how: dict[str, Any]) ->
     return Job({"topology": topology, "compression": compression, "_local_world_size": 2, **how}, step=step_in_windows)
 
 
+def stops_of(cases: list[Any], number: int) -> list[int]:
+    return [(number + 1) % 3, 3 + number % 4] if cases == CASES else [1 + number]
+
+
 def stopped(rank: int, n: int, cases: list[Any]) -> list[Any]:
     ends = []
     for number, (topology, compression, how) in enumerate(cases):
         job = case(n, topology, compression, how)
-        stops = [(number + 1) % 3, 3 + number % 4] if cases == CASES else [1 + number]
+        stops = stops_of(cases, number)
         snapshots, losses, end = run_through(job, None, rank, TOTAL, stops)
         for stop in stops:
             where = f"{topology}, {compression}, {how}, stopped at {stop}"
-            others, other = go_on(job, None, rank, range(stop, TOTAL), snapshots[stop])
+            others, other = go_on(job, None, rank, range(stop, TOTAL), snapshots[stop], stops)
             assert_equal(others, losses[stop:], where)
             assert_equal(other, end, where)
         ends.append(end)
@@ -61,7 +66,8 @@ def test_stopped_and_gone_on(workers, n, cases):
     found = workers(n, stopped, cases)
     for number, (topology, compression, how) in enumerate(cases):
         job = case(n, topology, compression, how)
-        threads = run_replicas(n, lambda at, job=job: run_through(job, at, at.rank, TOTAL)[2])
+        stops = stops_of(cases, number)
+        threads = run_replicas(n, lambda at, job=job, stops=stops: run_through(job, at, at.rank, TOTAL, stops)[2])
         if job.options["topology"] != "alternating-exp-ring":  # threads are of one node, and sum groups in another order
             assert_equal([ends[number] for ends in found], threads, f"{topology}, {compression}, {how}")
 
@@ -114,7 +120,9 @@ def back(rank: int, n: int) -> bool:
                     param.grad = torch.full_like(param, 5.0 * rank + t)
                 model.update()
             put_back(model.replica, snapshots[stop])
-            assert_equal(job.train(model, range(stop, TOTAL), rank), losses[stop:])
+            found = job.train(model, range(stop, 4), rank)
+            take(model.replica)
+            assert_equal([*found, *job.train(model, range(4, TOTAL), rank)], losses[stop:])
             assert_equal(dumb_copy(take(model.replica)), end)
         model.close()
     return True
@@ -153,14 +161,14 @@ def test_a_failed_load_on_one_worker_is_refused_on_all(workers):
     assert "worker 2: the optimizer was Adam" in found[0][1]
 
 
-def nobody_waits(rank: int, n: int) -> int:
-    """A snapshot asks no other worker: with exchanges under way that no neighbour has joined yet."""
+def without_a_call(rank: int, n: int) -> int:
+    """A save waits for the messages of its exchange, and for no call of the others."""
     model = DecentralizedDataParallel(Bag(0), partial(torch.optim.SGD, lr=0.1), topology="complete")
     step_drawn(model, 0, rank)
+    step_drawn(model, 1, rank)
     control = model.replica.transport.control
     if rank:
         control.gather(None)  # stays behind until worker 0 has its snapshot
-    step_drawn(model, 1, rank)
     snapshot = take(model.replica)
     if not rank:
         control.gather(None)
@@ -168,5 +176,28 @@ def nobody_waits(rank: int, n: int) -> int:
     return int(snapshot["round"])
 
 
-def test_saving_waits_for_nobody(workers):
-    assert workers(2, nobody_waits) == [2, 2]
+def test_a_save_waits_for_no_call_of_the_others(workers):
+    assert workers(2, without_a_call) == [2, 2]
+
+
+def alone(rank: int, n: int) -> str:
+    """The other worker has not begun the round that this one saves after."""
+    model = DecentralizedDataParallel(Bag(0), partial(torch.optim.SGD, lr=0.1), topology="complete")
+    step_drawn(model, 0, rank)
+    if rank:
+        hear("the error")
+        model.close()
+        return ""
+    shorten(model.replica.transport, 1.0)
+    step_drawn(model, 1, rank)
+    try:
+        take(model.replica)
+    except PeerTimeoutError as error:
+        say("the error")
+        return str(error)
+    return "no error"
+
+
+def test_a_save_that_waits_for_a_silent_worker_ends_with_an_error(workers):
+    error, _ = workers(2, alone)
+    assert "worker 1" in error

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import decent_dp
 from decent_dp.checkpoint import saver as saver_module
-from decent_dp.checkpoint.agreement import LinkGather
+from decent_dp.checkpoint.agreement import Gather as LinkGather
 from decent_dp.errors import CheckpointError
 from decent_dp.replica.replica import Replica
 from decent_dp.transport.courier import Courier

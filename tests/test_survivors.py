@@ -7,6 +7,7 @@ sockets as the end of a process does.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import threading
 import time
@@ -21,12 +22,13 @@ import torch
 from decent_dp.errors import OutOfStepError, PeerLostError, PeerTimeoutError
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId
-from decent_dp.transport import survivors as survivors_module
+from decent_dp.transport import collectives as collectives_module
+from decent_dp.transport.collectives import Collectives, spanning_tree
 from decent_dp.transport.courier import Courier
 from decent_dp.transport.link import LinkState
+from decent_dp.transport.liveness import WireNeighbours
 from decent_dp.transport.messages import AGREEMENT
 from decent_dp.transport.peer_errors import UnreachableError
-from decent_dp.transport.survivors import SurvivorControl, spanning_tree
 from decent_dp.transport.wire import Wire
 from tests.helpers import some_in_the_fast_tests
 from tests.wires import Net, wait_for
@@ -48,18 +50,22 @@ class Company:
     """
 
     def __init__(self, n: int, links: Sequence[tuple[int, int]], timeout: float = 20.0, *, near: bool = True) -> None:
-        self.net = Net(n, near=near, size=n, dead_after=DEAD_AFTER, breaks=True)
-        for wire in self.net.wires:
-            wire.tolerate(DEAD_AFTER)
+        self.net = Net(n, near=near, size=n, dead_after=DEAD_AFTER)
         for a, b in links:
             self.net.wires[min(a, b)].connect(max(a, b))
         nodes = [f"node {rank // 2}" for rank in range(n)]
         self.controls = [
-            SurvivorControl(r.control_plane, rank, range(n), nodes, timeout) for rank, r in enumerate(self.net.wires)
+            Collectives(r.control_plane, rank, range(n), nodes, timeout, round_of=lambda _: -1)
+            for rank, r in enumerate(self.net.wires)
         ]
 
     def wire(self, rank: int) -> Wire:
         return self.net.wires[rank]
+
+    def begins(self, rank: int, round_: int) -> None:
+        """The others know the first round of a worker that has joined."""
+        for wire in self.net.wires:
+            wire.flow.link(rank).start = round_
 
     def kill(self, rank: int) -> None:
         def die() -> None:
@@ -69,7 +75,7 @@ class Company:
             self.wire(rank).call(die)
         self.wire(rank)._thread.join(5)
 
-    def run(self, work: Callable[[int, SurvivorControl], Any], ranks: Sequence[int] | None = None) -> dict[int, Any]:
+    def run(self, work: Callable[[int, Collectives], Any], ranks: Sequence[int] | None = None) -> dict[int, Any]:
         """What ``work`` returns on each worker, or its error."""
         results: dict[int, Any] = {}
 
@@ -118,10 +124,10 @@ def mean_of(ranks: Sequence[int], size: int) -> torch.Tensor:
     ("near", "n"), some_in_the_fast_tests([True, False], [2, 3]) + [pytest.param(True, 6, marks=pytest.mark.slow)]
 )
 def test_collectives(make, monkeypatch, n, near):
-    monkeypatch.setattr(survivors_module, "_SEGMENT", 2**21)  # several in the large mean
+    monkeypatch.setattr(collectives_module, "_SEGMENT", 2**21)  # several in the large mean
     company = make(n, ring(n), near=near)
 
-    def work(rank: int, control: SurvivorControl) -> Any:
+    def work(rank: int, control: Collectives) -> Any:
         texts = [control.gather({"rank": rank}), control.gather("x" * (5000 if rank == 1 else 5)), control.gather("y" * 2**21)]
         means = []
         for size, dtype in ((5, torch.float64), (700_001, torch.float64), (0, torch.float32), (3, torch.bfloat16)):
@@ -157,11 +163,11 @@ def test_one_that_does_not_dial_is_dialled(make):
     company = make(2, [])
     low, high = company.wire(0), company.wire(1)
     company.net.unreachable[0] = UnreachableError("there", "timed out")
-    high.want(0)
-    wait_for(lambda: high._flow.link(0).state is LinkState.BROKEN)
-    assert low._flow.links.get(1) is None
+    high.connect(0)
+    wait_for(lambda: high.flow.link(0).state is LinkState.BROKEN)
+    assert low.flow.links.get(1) is None
     company.net.unreachable.clear()
-    wait_for(lambda: low.neighbours.living() == [1] and high.neighbours.living() == [0])
+    wait_for(lambda: {wire.flow.link(1 - rank).state for rank, wire in enumerate((low, high))} == {LinkState.OPEN})
 
 
 DEATHS = [
@@ -180,7 +186,7 @@ def test_a_death_in_a_mean(make, monkeypatch, victim, blocks):
     put, get = Courier.put, Courier.get
 
     def count(courier: Courier) -> None:
-        if courier is company.wire(victim).control_plane.courier:
+        if courier is company.wire(victim).control_plane.courier(0):
             if left["blocks"] == 0:
                 company.kill(victim)
                 raise KilledError
@@ -196,7 +202,7 @@ def test_a_death_in_a_mean(make, monkeypatch, victim, blocks):
     monkeypatch.setattr(Courier, "put", counted(put))
     monkeypatch.setattr(Courier, "get", counted(get))
 
-    def work(rank: int, control: SurvivorControl) -> Any:
+    def work(rank: int, control: Collectives) -> Any:
         tensor = values(rank, size)
         control.mean(tensor).wait()
         return tensor, control.ranks, control.gather(rank)
@@ -248,7 +254,7 @@ def test_a_worker_that_was_late_waits_for_the_next_call_of_the_same_name(make):
     """Also if it has made a call together with the others since then, by chance of the same name."""
     company = make(4, ring(4))
 
-    def work(rank: int, control: SurvivorControl) -> Any:
+    def work(rank: int, control: Collectives) -> Any:
         control.begin("first")
         control.gather(rank)
         if rank == 2:
@@ -268,7 +274,7 @@ def test_a_worker_that_was_late_waits_for_the_next_call_of_the_same_name(make):
 def test_a_worker_that_was_late_ends_if_the_others_never_make_its_call(make):
     company = make(3, ring(3), timeout=1.0)
 
-    def work(rank: int, control: SurvivorControl) -> Any:
+    def work(rank: int, control: Collectives) -> Any:
         if rank == 2:
             control.enter(control.calls, first=-1)
             control._leave = lambda: company.kill(2)
@@ -304,14 +310,14 @@ def test_a_connection_that_breaks_is_made_again(make, near):
         chosen = random.Random(0)
         while not stop.wait(0.03):
             rank = chosen.randrange(4)
-            for connection in list(company.wire(rank)._flow.links.values()):
+            for connection in list(company.wire(rank).flow.links.values()):
                 with contextlib.suppress(OSError, AttributeError):
                     connection.socket.shutdown(2)  # type: ignore[union-attr]
 
     cutting = threading.Thread(target=cut)
     cutting.start()
 
-    def work(rank: int, control: SurvivorControl) -> Any:
+    def work(rank: int, control: Collectives) -> Any:
         tensor = values(rank, size)
         for _ in range(3):
             tensor = values(rank, size)
@@ -338,7 +344,7 @@ def test_who_does_not_come_is_named(make):
 def test_different_calls_are_an_error_on_all(make):
     company = make(3, ring(3))
 
-    def work(rank: int, control: SurvivorControl) -> Any:
+    def work(rank: int, control: Collectives) -> Any:
         control.gather(rank)
         if rank == 2:
             return control.gather(rank)
@@ -356,7 +362,7 @@ def test_parts_of_a_network_do_not_share_a_call(make):
     """Between two collectives of one call each half has made one of its own."""
     company = make(4, ring(4))
 
-    def call(rank: int, control: SurvivorControl) -> Any:
+    def call(rank: int, control: Collectives) -> Any:
         control.begin("mean")
         control.gather(rank)
         control._history = 1 + rank // 2
@@ -368,10 +374,10 @@ def test_parts_of_a_network_do_not_share_a_call(make):
     assert again == {key: [0, 1, 2, 3] for key in range(4)}
 
 
-def call_of(round_: int, *, late: float = 0.0) -> Callable[[int, SurvivorControl], list[Any]]:
+def call_of(round_: int, *, late: float = 0.0) -> Callable[[int, Collectives], list[Any]]:
     """A call of two gathers, to which worker 2 comes ``late``."""
 
-    def call(rank: int, control: SurvivorControl) -> list[Any]:
+    def call(rank: int, control: Collectives) -> list[Any]:
         time.sleep(late if rank == 2 else 0.0)
         control.begin("call", round_)
         return [*control.gather(rank), *control.gather(f"{rank} again")]
@@ -385,6 +391,7 @@ def test_a_call_does_not_wait_for_a_process_that_joins_and_whose_first_round_is_
     everyone = [0, 1, 2, "0 again", "1 again", "2 again"]
     assert company.run(call_of(1)) == dict.fromkeys(range(3), everyone)
     joins.enter(1, first=8)
+    company.begins(2, 8)
     began = time.monotonic()
     assert company.run(call_of(8), (0, 1)) == {rank: [0, 1, "0 again", "1 again"] for rank in (0, 1)}
     assert time.monotonic() - began < SOON
@@ -397,7 +404,8 @@ def test_a_call_does_not_wait_for_a_process_that_joins_and_whose_first_round_is_
     early.join(5)
     assert not early.is_alive()
     assert company.run(call_of(9, late=0.5)) == dict.fromkeys(range(3), everyone)  # it waits now
-    assert company.run(call_of(3, late=0.5)) == dict.fromkeys(range(3), everyone)  # after its first call, in all rounds
+    company.begins(2, -1)  # a state was loaded
+    assert company.run(call_of(3, late=0.5)) == dict.fromkeys(range(3), everyone)
 
 
 def test_a_mean_is_made_once_whatever_processes_and_rounds_take_part(make, monkeypatch):
@@ -406,8 +414,9 @@ def test_a_mean_is_made_once_whatever_processes_and_rounds_take_part(make, monke
     tries = Counter[int]()
     company.controls[1]._incarnation = 7
     company.controls[3].enter(0, first=50)
+    company.begins(3, 50)
 
-    def work(rank: int, control: SurvivorControl) -> torch.Tensor | None:
+    def work(rank: int, control: Collectives) -> torch.Tensor | None:
         if rank == 3:
             return None
         control.begin("mean", 10 + rank)
@@ -437,7 +446,7 @@ def test_a_call_without_a_round_is_also_that_of_a_process_that_has_joined(make):
     company = make(3, ring(3))
     company.controls[2].enter(0, first=8)
 
-    def call(rank: int, control: SurvivorControl) -> list[Any]:
+    def call(rank: int, control: Collectives) -> list[Any]:
         time.sleep(0.3 if rank == 2 else 0.0)
         control.begin("load_state_dict")
         return control.gather(rank)
@@ -448,8 +457,7 @@ def test_a_call_without_a_round_is_also_that_of_a_process_that_has_joined(make):
 def test_a_text_that_nobody_says_stops_no_worker(make):
     company = make(2, ring(2))
     company.run(call_of(1))
-    for name in ("call/7/0", "call/", "call/x/0"):
-        company.wire(1).control_plane.propose(name, "nonsense")
+    company.wire(1).control_plane.agree("call/7/0", "nonsense")
     time.sleep(0.2)
     assert company.run(call_of(2)) == {rank: [0, 1, "0 again", "1 again"] for rank in range(2)}
 
@@ -462,14 +470,14 @@ def test_a_worker_that_wakes_within_a_call_does_not_stop_it(make, comes):
     company.run(call_of(1))
     company.net.freeze(2, 1.3 * DEAD_AFTER)
 
-    def work(rank: int, control: SurvivorControl) -> list[Any]:
+    def work(rank: int, control: Collectives) -> list[Any]:
         time.sleep(comes * DEAD_AFTER if rank == 2 else 0.0)
         control.begin("call", 5)
         found = control.gather(rank)
         if rank == 2:
             return found
         time.sleep(DEAD_AFTER)
-        wait_for(lambda: company.wire(rank)._flow.link(2).state is LinkState.OPEN)
+        wait_for(lambda: company.wire(rank).flow.link(2).state is LinkState.OPEN)
         began = time.monotonic()
         found += control.gather("more")
         assert time.monotonic() - began < SOON
@@ -492,7 +500,7 @@ def test_a_worker_that_waits_in_a_call_is_paused(make):
 
     company.controls[0]._paused = paused
 
-    def work(rank: int, control: SurvivorControl) -> None:
+    def work(rank: int, control: Collectives) -> None:
         for _ in range(2):
             time.sleep(0.3 * rank)
             control.gather(rank)
@@ -506,7 +514,7 @@ def test_nobody_meets_a_process_that_joins_before_its_first_round(make):
     company = make(2, ring(2))
     company.run(lambda rank, control: control.gather(rank))
     wire, edge = company.wire(0), Edge([0, 1], 0.5)
-    neighbours, link = wire.neighbours, wire._flow.link(1)
+    neighbours, link = WireNeighbours(wire, 0, DEAD_AFTER, 60.0), wire.flow.link(1)
     link.start, link.round = 50, 51
     for round_, meets in ((10, False), (49, False), (50, True)):
         neighbours.announce(round_)
@@ -523,7 +531,7 @@ def test_a_worker_that_makes_rounds_is_waited_for(make):
     def rounds(rank: int) -> int:
         return int(10 * min(time.monotonic() - began, 3.0))
 
-    control = SurvivorControl(company.wire(0).control_plane, 0, range(2), ["a", "a"], 1.0, round_of=rounds)
+    control = Collectives(company.wire(0).control_plane, 0, range(2), ["a", "a"], 1.0, round_of=rounds)
     with pytest.raises(PeerTimeoutError, match="worker 1 did not"):
         control.gather(0)
     assert 3.9 < time.monotonic() - began < 8.0
@@ -533,7 +541,7 @@ def test_a_message_that_is_none_costs_its_connection_only(make):
     company = make(3, ring(3))
     company.run(lambda rank, control: control.gather(rank))
     company.wire(1).call(
-        lambda: company.wire(1)._flow.send_note(0, (0, AGREEMENT, 0), b'["x",[[1,1,"x",["a"],"0","0"]],null,0]')
+        lambda: company.wire(1).flow.send_note(0, (0, AGREEMENT, 0), b'["x",[[1,1,"x",["a"],"0","0"]],null,0]')
     )
     deadline = time.monotonic() + 5
     while company.wire(0).lost() != [1]:
@@ -544,7 +552,7 @@ def test_a_message_that_is_none_costs_its_connection_only(make):
 
 def test_a_transport_that_is_closed_waits_for_nobody(make):
     company = make(2, ring(2))
-    waiting = company.wire(0).control_plane.propose("call/0/0", "[]")
+    waiting = company.wire(0).control_plane.agree("call/0/0", "[]")
     company.wire(0).close()
     with pytest.raises(RuntimeError, match="closed"):
         waiting.result(5)
@@ -555,17 +563,15 @@ def test_the_tree_spans_all_and_follows_connections():
     for _ in range(300):
         n = chosen.randint(1, 12)
         ranks = sorted(chosen.sample(range(20), n))
-        links: dict[int, set[int]] = {rank: set() for rank in ranks}
+        apart = {frozenset(pair) for pair in itertools.combinations(ranks, 2)}
         for i, rank in enumerate(ranks[1:], 1):  # connected, with some more
             for peer in {chosen.choice(ranks[:i]), chosen.choice(ranks[:i])}:
-                links[rank].add(peer)
-                if chosen.random() < 0.9:
-                    links[peer].add(rank)
-        parents = spanning_tree(ranks, links, [f"node {rank // 4}" for rank in range(20)])
+                apart.discard(frozenset((rank, peer)))
+        parents = spanning_tree(ranks, apart, [f"node {rank // 4}" for rank in range(20)])
         assert sorted(parents) == ranks
         assert parents[ranks[0]] is None
         for rank, parent in parents.items():
-            assert parent is None or parent in links[rank] or rank in links[parent]
+            assert frozenset((rank, parent)) not in apart
             seen = {rank}
             while parent is not None:
                 assert parent not in seen
@@ -576,7 +582,7 @@ def test_the_tree_spans_all_and_follows_connections():
 def test_the_tree_has_two_children_and_leaves_a_node_seldom():
     everybody = range(16)
     nodes = [f"node {rank // 4}" for rank in everybody]
-    parents = spanning_tree(everybody, {rank: set(everybody) - {rank} for rank in everybody}, nodes)
+    parents = spanning_tree(everybody, set(), nodes)
     assert max(sum(parent == rank for parent in parents.values()) for rank in everybody) == 2
     between = sum(parent is not None and nodes[parent] != nodes[rank] for rank, parent in parents.items())
     assert between == 3

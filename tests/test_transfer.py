@@ -318,7 +318,11 @@ def member(monkeypatch) -> Iterator[Callable[..., Member]]:
         members.append(Member(**options))
         return members[-1]
 
-    monkeypatch.setattr(host_module, "take", lambda replica: next(m for m in members if m.host._replica is replica).take())
+    def take(replica: Any, *, settled: bool) -> Any:
+        assert not settled, "a member must not wait for the others"
+        return next(m for m in members if m.host._replica is replica).take()
+
+    monkeypatch.setattr(host_module, "take", take)
     yield make
     for one in members:
         one.stop()

@@ -153,7 +153,9 @@ def whole_run(rank: int, n: int, folder: Path) -> list[list[int]]:
     batches = list(model.seen)
 
     # (a), (c): bit for bit the plain loop, with one round for each window of two batches.
-    plain = plain_loop(batches, accumulate=2, clip=0.1, make_optimizer=adamw, make_scheduler=falling, topology="ring")
+    plain = plain_loop(
+        batches, accumulate=2, clip=0.1, make_optimizer=adamw, make_scheduler=falling, topology="ring", saves=(3, 6)
+    )
     assert_equal_runs(run, plain)
     assert run.rounds == 6
     # (b): the norm of all local gradients.
@@ -176,7 +178,7 @@ def whole_run(rank: int, n: int, folder: Path) -> list[list[int]]:
 
     saved = folder / "checkpoint-3"
     assert_close(load_file(saved / "model.safetensors").values(), [mean[i] for i in _order(model, saved)])
-    assert_close(read_parameters(saved / "decent_dp", rank=rank).values(), watch.params[3])
+    assert_close(read_parameters(saved / "decent_dp", rank=rank).values(), mean)  # as the save has mixed the pair
 
     # (e): a new Trainer with another model goes on, bit for bit.
     model = Model(seed=7 + rank)

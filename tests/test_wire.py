@@ -243,7 +243,7 @@ def test_what_needs_a_connection_that_cannot_be_made_fails():
     """Nobody waits for the connection, as the other worker dials first."""
     net = Net(2, near=True)
     net.unreachable[1] = peer_errors.UnreachableError(None, "refused", is_refused=True)
-    asked = receive(net.wires[0], 1, (0, 0, 0), 100)
+    asked = receive(net.wires[0], 1, (0, 0, 2), 100)
     net.wires[0].connect(1)
     with pytest.raises(peer_errors.UnreachableError):
         asked.result(5)
@@ -258,11 +258,10 @@ class Wires:
 
     closed = False
 
-    def __init__(self, *, tolerant: bool = False) -> None:
+    def __init__(self) -> None:
         self.sent: list[Header] = []
         self.hung_up: list[Link] = []
         self.flow = Flow(0, frozenset(), lambda *_: None, lambda *_: None, lambda _: None, self.hung_up.append)
-        self.flow.dead_after = 10.0 if tolerant else None
         self.link = self.flow.link(1)
         channels: list[Any] = [Channel(SimpleNamespace(zmq=self), plane) for plane in (0, 1)]  # type: ignore[arg-type]
         self.flow.open(self.link, b"uid", *channels)
@@ -345,7 +344,7 @@ def test_what_was_not_asked_for_is_dropped_and_counted():
 
 
 def test_a_message_goes_on_where_it_was_on_a_new_connection():
-    wires, key = Wires(tolerant=True), (0, 0, 0)
+    wires, key = Wires(), (0, 0, 0)
     receiving, sending = message(Receiving, key, 2**20), message(Sending, key, 2**20, ready=2**20)
     wires.flow.add_receiving(receiving)
     wires.flow.add_sending(sending)
@@ -363,7 +362,7 @@ def test_a_message_goes_on_where_it_was_on_a_new_connection():
 
 def test_memory_of_a_message_in_doubt_is_taken_from_libzmq():
     """The caller may write to it next, and the peer must not get that."""
-    wires, key = Wires(tolerant=True), (0, 0, 0)
+    wires, key = Wires(), (0, 0, 0)
     receiving, sending = message(Receiving, key, 2**20), message(Sending, key, 2**20, ready=2**20)
     wires.flow.add_receiving(receiving)
     wires.flow.add_sending(sending)
@@ -376,10 +375,10 @@ def test_memory_of_a_message_in_doubt_is_taken_from_libzmq():
 
 def test_what_was_written_to_a_peer_that_has_ended_counts_as_sent():
     wires, done = Wires(), []
-    sending = message(Sending, (0, 0, 0), 2**17, ready=2**17)
+    sending = message(Sending, (0, 0, 2), 2**17, ready=2**17)
     sending.done = lambda: done.append(True)
     wires.flow.add_sending(sending)
-    wires.hear(sending.key, OFFERS, 0, 2**17, 2**17)
+    wires.hear(sending.key, 0, 0, 2**17, 2**17)
     assert not done, "the peer has not said that it has it"
     wires.flow.lose(wires.link, "closed by the peer")
     assert done

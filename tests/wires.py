@@ -33,7 +33,7 @@ class Net:
     Args:
         near: they are on one node.
         encrypts: as between nodes.
-        dead_after: of connections. ``breaks``: faults are tolerated.
+        dead_after: of connections.
     """
 
     def __init__(
@@ -44,7 +44,6 @@ class Net:
         encrypts: bool = False,
         size: int = 8,
         dead_after: float = 10.0,
-        breaks: bool = False,
         timeout: float = SECONDS,
     ) -> None:
         curves = [Curve.create() for _ in range(n)]
@@ -55,7 +54,7 @@ class Net:
         self.unreachable: dict[int, Exception] = {}
         made = []
         for rank in range(n):
-            sockets = Sockets(dead_after, password(SECRET), breaks=breaks)
+            sockets = Sockets(dead_after, password(SECRET))
             name = f"decent_dp-test-{secrets.token_hex(8)}"
             at = f"ipc://@{name}{{}}" if near else "tcp://127.0.0.1:*"
             curve = curves[rank] if encrypts else None
@@ -96,15 +95,17 @@ class Net:
             for peer in range(len(self.wires)):
                 if peer != wire._identity.rank:
                     wire.connect(peer)
+        for rank, wire in enumerate(self.wires):
+            assert all(wire.is_connected(peer) for peer in range(len(self.wires)) if peer != rank)
 
     def freeze(self, rank: int, seconds: float) -> None:
         """Nobody reaches this worker, and it nobody, for a time, as if it had been stopped."""
         before = dict(self.unreachable)
         self.unreachable.update(dict.fromkeys(range(len(self.wires)), UnreachableError("there", "timed out")))
         for wire in self.wires:
-            peers = [peer for peer in wire._flow.links if rank in (peer, wire._identity.rank)]
+            peers = [peer for peer in wire.flow.links if rank in (peer, wire._identity.rank)]
             for peer in peers:
-                wire.call(lambda flow=wire._flow, peer=peer: flow.lose(flow.link(peer), "frozen by the test"))
+                wire.call(lambda flow=wire.flow, peer=peer: flow.lose(flow.link(peer), "frozen by the test"))
 
         def thaw() -> None:
             self.unreachable.clear()

@@ -46,6 +46,7 @@ from decent_dp.replica.snapshot import (
     engine_entries,
     first_loss_scale,
     restore,
+    settle,
 )
 from decent_dp.replica.statistics import Statistics, sharing_class, tell_replicas
 from decent_dp.rules import Rule
@@ -262,7 +263,7 @@ class Gossip(Replica):
         with self.faults(), torch.inference_mode(False):
             self.parameters.check_unchanged()
             self._check_groups()
-            self.begin_round(active=step)
+            self.begin_round()
             for bucket in engine.buckets:
                 if self.settings.overlap:
                     engine.finish_due(bucket).raise_if_failed()
@@ -358,29 +359,30 @@ class Gossip(Replica):
         self.begin_collective("flush")
         if self.mean.backup is not None:
             raise RuntimeError("flush() was called inside averaged(), where the replica has other values: call it after it.")
-        with self.faults():
-            self.rebind()
-            for bucket in self.engine.buckets:
-                self.engine.finish(bucket).raise_if_failed()
+        settle(self)
 
     # -- saves and loads ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the round, the exchange in flight and the rule's state.
+        """Finishes what is in flight, mixes it in, and returns the round, and the state of the rule and the compression.
 
-        With the state dicts of model and optimizers, a run resumes exactly. Every worker saves its own; tensors are copies.
+        Called by all workers after the same step; it waits for messages that are on their way. Call it before the state dicts
+        of model and optimizers, with which a run resumes exactly. Every worker saves its own; tensors are copies.
+
+        Raises:
+            PeerLostError, PeerTimeoutError: a worker that this one exchanges with is gone or silent.
         """
         self.reach_step_boundary("state_dict")
         if self.mean.backup is not None:
             raise RuntimeError("state_dict() was called inside averaged(), where the model has other values: call it after it.")
+        settle(self)
         found: dict[str, Any] = copied({**engine_entries(self), **self._progress()})
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resumes from the result of ``state_dict``. Called by all workers, after model and optimizers were loaded.
 
-        The present exchange in flight is dropped. The saved one is resumed if all workers can (same topology, compression,
-        rule and overlap). Otherwise all drop it, which does not change the mean.
+        The present exchange in flight is dropped. So is one that an older version has saved, which does not change the mean.
 
         Raises:
             ValueError: the state does not fit; all workers raise the same error, and nothing changes.

@@ -9,7 +9,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from decent_dp._checks import check_integer
-from decent_dp.checkpoint.trained import replica_of
+from decent_dp.checkpoint.saver import replica_of
 from decent_dp.faults import Roster
 
 __all__ = ["RosterSampler"]

@@ -267,7 +267,7 @@ class BackwardReplica(Replica):
                 if self._several_streams:
                     break
                 with self.faults():
-                    self._begin(active=True)
+                    self._begin()
                     self._update_next(step=True, keep=False)
         bucket = self._bucket_of[index]
         if index not in backward.arrived:
@@ -383,7 +383,7 @@ class BackwardReplica(Replica):
         self.refuse_stopped()
         # A pending update may be made during an evaluation. Tensors that it allocates must not be inference tensors.
         with self.faults(), torch.inference_mode(False):
-            self._begin(active=not keep)
+            self._begin()
             step = step and self.policy.allows_step()
             while self._next < len(self.units):
                 self._update_next(step=step, keep=keep)
@@ -421,11 +421,11 @@ class BackwardReplica(Replica):
         self.engine.start(unit.bucket, unit.edit)
         self._next += 1
 
-    def _begin(self, *, active: bool) -> None:
+    def _begin(self) -> None:
         if self._begun:
             return
         self._begun, self._stepped = True, False
-        self.begin_round(active=active)
+        self.begin_round()
         if not self.units:
             self._build()
 
@@ -468,6 +468,7 @@ class BackwardReplica(Replica):
         self.units, self._order, self.statistics = units, order, statistics
         self.optimizers[:] = [unit.optimizer for unit in units]
         self.schedulers[:] = [unit.scheduler for unit in units]
+        self.edits = {unit.bucket.number: unit.edit for unit in units}
         numbers = {id(param): number for number, param in enumerate(self.parameters.params)}
         owner = {numbers[id(param)]: i for i, unit in enumerate(units) for param in unit.buffer.params}
         self._bucket_of = [owner[number] for number in sorted(owner)]
@@ -563,8 +564,7 @@ class BackwardReplica(Replica):
 
     def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> list[Bucket]:
         """Calls the factories again, so that a snapshot fits any bucket size."""
-        order, numbers = snapshot["order"], self.parameters.numbers
-        self._loaded = []
+        order, numbers, self._loaded = snapshot["order"], self.parameters.numbers, []
         if order is not None:
             if not self.units:  # present units rebind their parameters themselves
                 undo.callback(self._builder.release)

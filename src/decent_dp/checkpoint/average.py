@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decent_dp.checkpoint.trained import Trained, replica_of
+from decent_dp.checkpoint.saver import Trained, replica_of
 from decent_dp.errors import DisagreementError, OutOfStepError
 from decent_dp.replica.averaging import average_parts_, check_finite
 

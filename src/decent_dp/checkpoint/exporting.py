@@ -19,7 +19,7 @@ from torch.optim.swa_utils import update_bn
 from decent_dp.arguments import FLOAT_DTYPES
 from decent_dp.checkpoint.files import replace_file
 from decent_dp.checkpoint.folder import make_folder
-from decent_dp.checkpoint.trained import Trained, replica_of
+from decent_dp.checkpoint.saver import Trained, replica_of
 from decent_dp.compression import all_finite
 from decent_dp.errors import CheckpointError, NonFiniteError
 from decent_dp.replica.averages import average_, differing

@@ -50,16 +50,18 @@ __all__ = [
 ]
 
 FORMAT = "decent_dp-checkpoint"
-VERSION = 3
+VERSION = 4
+# In format 3 a shard also had the exchange in flight.
+_READABLE = ("3", str(VERSION))
 OLDER = (
-    f"was written by an older decent_dp, and this one reads format {VERSION} only: load it with the version that saved it, and "
-    "start from the model that export() writes there"
+    f"was written by an older decent_dp, and this one reads formats {' and '.join(_READABLE)} only: load it with the version "
+    "that saved it, and start from the model that export() writes there"
 )
 
 # Bounds the memory that a damaged record can make this process allocate.
 _MOST_WORKERS = 10**6
 # Tensors in a shard: so many of the user's, each of which takes about 50 µs, and so many for each of the model's, of which
-# optimizers and exchanges make some twenty. And bytes of the header for each: a key has at most 200 characters.
+# optimizers make some ten. And bytes of the header for each: a key has at most 200 characters.
 _TENSORS, _PER_TENSOR, _HEADER = 2**16, 128, 512
 # A file of more bytes than these, and than so many times the model's, must have a quarter of them on the disk. A copy may have
 # holes for zeros.
@@ -150,7 +152,7 @@ class Record:
         version = found.get("version", "")[:20]
         if version.isdecimal() and int(version) > VERSION:
             raise ValueError(f"it was written by a newer decent_dp (format {version}, this one reads {VERSION}): upgrade it")
-        if version != str(VERSION):
+        if version not in _READABLE:
             raise ValueError(f"it {OLDER}")
         text = found.get("record", "")
         if _sha256(text.encode()) != found.get("sha256"):

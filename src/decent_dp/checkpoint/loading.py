@@ -18,8 +18,7 @@ from decent_dp.checkpoint.files import Record, Shard, shard_name
 from decent_dp.checkpoint.folder import Sight
 from decent_dp.checkpoint.random_states import check_random_states, set_random_states
 from decent_dp.checkpoint.resize import combined, mean_tensors, sources, state_of_worker
-from decent_dp.checkpoint.saver import saver_of
-from decent_dp.checkpoint.trained import Trained, replica_of
+from decent_dp.checkpoint.saver import Trained, replica_of, saver_of
 from decent_dp.errors import CheckpointError
 from decent_dp.replica.consistency import call_on_all, model_signature, tensor_sizes
 from decent_dp.replica.replica import Replica
@@ -35,19 +34,19 @@ def load(
 ) -> dict[str, Any] | None:
     """Resumes from the newest complete checkpoint in ``path``. Called by all workers, at any time between updates.
 
-    A run that is stopped and resumed equals the one that was not, bit for bit on CPUs: replicas, optimizers, schedulers,
-    scaler, gradients of an open window, exchanges in flight and random states (of Python, NumPy and torch) are as they were
-    when it was saved. Nothing in the files is executed. On any error the model is as it was. Schedulers are the wrapper's:
-    with ``decent_dp.gossip`` the user passes their state dicts to ``save``. A run that loads from a folder may save in it.
+    A run that is stopped and resumed equals the one that continued after the save, bit for bit on CPUs: replicas, optimizers,
+    schedulers, scaler, gradients of an open window and random states (of Python, NumPy and torch) are as they were after it.
+    What a checkpoint of format 3 has in flight is dropped. Nothing in the files is executed. On any error the model is as it
+    was. Schedulers are the wrapper's: with ``decent_dp.gossip`` the user passes their state dicts to ``save``. A run that loads
+    from a folder may save in it.
 
     Args:
         model: the wrapper, or what ``decent_dp.gossip`` returned, of the model that was saved. The bucket size may differ, and
-            so may topology, compression and ``overlap`` (the exchange in flight is then dropped, which leaves the mean over
-            workers as it is).
+            so may topology, compression and ``overlap``.
         path: the folder that was given to ``save``, or that of one checkpoint in it.
         resize: for another number of workers than was saved. 'mean': all start from the mean of replicas and optimizer states,
             also if the number is the same. 'spread': replicas are distributed. Fewer workers start from means of groups, more
-            from copies, and the same number resumes exactly. Means and copies have no random states and no exchange in flight.
+            from copies, and the same number resumes exactly. Means and copies have no random states.
         missing_ok: return None if no worker finds a checkpoint, so that a first start and a restart are the same line. A
             checkpoint that was complete once and cannot be read is an error all the same.
 

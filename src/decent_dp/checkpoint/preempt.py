@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from decent_dp._checks import check_number
 from decent_dp.checkpoint.agreement import make_gather
-from decent_dp.checkpoint.trained import Trained, replica_of
+from decent_dp.checkpoint.saver import Trained, replica_of
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
 from decent_dp.replica.replica import Listener, Replica
 
@@ -214,10 +214,10 @@ class _StopVote(Listener):
     """
 
     def __init__(self, replica: Replica, request: _StopRequest, grace: float) -> None:
-        transport, name = replica.everyone, f"preemption/{request.contexts}"
+        transport = replica.everyone
         self._rank, self._engine = transport.rank, replica.engine
         self._request, self._grace = request, grace
-        self._votes = make_gather(transport, f"{name}/votes")
+        self._votes = make_gather(transport, f"preemption/{request.contexts}")
         self._poll = max(_POLL, _POLL_PER_WORKER * transport.world_size)
         self._changed = threading.Condition()
         self._vote: int | None = None

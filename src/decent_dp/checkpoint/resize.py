@@ -15,7 +15,7 @@ The mean of the states of several workers is:
     the rule's state               the mean
     the user's state and modules' extra state   floating and complex tensors: the mean; the rest is the first worker's
     everything else                the first worker's
-    random states, the exchange, a compression's state    none: they belong to workers and edges that are gone
+    random states, a compression's state    none: they belong to workers and edges that are gone
 """
 
 from __future__ import annotations
@@ -110,10 +110,12 @@ def _snapshot(all_: Sequence[dict[str, Any]], shards: Sequence[Shard]) -> dict[s
     made: dict[str, Any] = {}
     for key in _keys(all_):
         nodes = _at(key, all_)
+        if key in ("exchange", "link"):  # of format 3
+            continue
         if key == "parameters":
             made[key] = {name: _parameter(name, nodes, shards) for name in _keys(nodes)}
-        elif key in ("exchange", "compression"):
-            made[key] = None if key == "exchange" else {}
+        elif key == "compression":
+            made[key] = {}
         elif key == "optim":
             made[key] = _optim(nodes)
         elif key == "extra_state":

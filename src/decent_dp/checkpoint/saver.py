@@ -1,45 +1,50 @@
-"""save: the training thread copies its replica's state, and other threads write the checkpoint."""
+"""save: the training thread copies its replica's state, and a thread of each save writes the checkpoint.
+
+A checkpoint is complete if the shards of all its workers are there; nothing is decided here. The reports of the workers tell
+``save`` when to return and with which error, and when older checkpoints may be removed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
-
-from torch import Tensor
 
 from decent_dp._checks import check_bool, check_integer
 from decent_dp.checkpoint import folder
 from decent_dp.checkpoint.agreement import Gather, make_gather
-from decent_dp.checkpoint.completion import Report, is_quiet, wait_for_reports
 from decent_dp.checkpoint.files import Record, shard_name, write_shard
 from decent_dp.checkpoint.random_states import random_states
-from decent_dp.checkpoint.trained import Trained, replica_of
 from decent_dp.compression import all_finite
-from decent_dp.errors import CheckpointError, PeerLostError, PeerTimeoutError
-from decent_dp.replica.consistency import model_signature
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.errors import CheckpointError, OutOfStepError, PeerLostError, PeerTimeoutError
+from decent_dp.replica.consistency import error_of_worker, model_signature, worker_counts
 from decent_dp.replica.replica import Listener, Replica
 from decent_dp.replica.snapshot import take
 from decent_dp.replica.staging import Staged, Staging
 from decent_dp.serialization import encode
 from decent_dp.transport.base import Transport
 from decent_dp.transport.store import StoreCalls
-from decent_dp.transport.waiter import Waiter, telling
 
-__all__ = ["Saver", "Saving", "save", "saver_of"]
+__all__ = ["Saver", "Saving", "Trained", "replica_of", "save", "saver_of"]
 
 _log = logging.getLogger(__name__)
+
+# The argument ``model`` of this package's functions: the wrapper, or the result of ``decent_dp.gossip``.
+Trained: TypeAlias = DecentralizedDataParallel | Replica
 
 # Saves of one replica in flight. Without a limit a worker whose peers are slow would fill its disk with incomplete checkpoints.
 _MOST_IN_FLIGHT = 2
@@ -54,6 +59,18 @@ _SAVERS: WeakKeyDictionary[Replica, Saver] = WeakKeyDictionary()
 _LOCK = threading.Lock()
 
 
+def replica_of(model: Any, what: str) -> Replica:
+    """The replica of a wrapper or a ``Gossip``; raises TypeError for anything else, in the name of ``what``."""
+    if isinstance(model, DecentralizedDataParallel):
+        return model.replica
+    if not isinstance(model, Replica):
+        raise TypeError(
+            f"{what} takes the DecentralizedDataParallel that wraps the model, or what decent_dp.gossip() returned, got a "
+            f"{type(model).__name__}"
+        )
+    return model
+
+
 def save(
     model: Trained,
     path: str | os.PathLike[str],
@@ -64,11 +81,12 @@ def save(
 ) -> Saving:
     """Saves everything that training needs to resume exactly, as the newest checkpoint in the folder ``path``.
 
-    Called by all workers at the same update, between two iterations or before the first. A pending update is made first. This
-    thread copies the replica's state in memory: parameters, buffers, optimizer states, gradients of an open window, and the
-    messages that this worker has sent in the exchange in flight. Other threads write it, one file per worker. The checkpoint is
-    complete when the files of all workers are there; until then the one before is the newest. A second save waits until this
-    worker's file of the first is written. A third one waits until the first is complete, or has failed.
+    Called by all workers at the same update, between two iterations or before the first. A pending update is made first, and
+    the exchange in flight is finished and mixed in, as by ``flush()``, so that the run which continues equals the one that
+    resumes. This thread copies the replica's state in memory: parameters, buffers, optimizer states, gradients of an open
+    window. Other threads write it, one file per worker. The checkpoint is complete when the files of all workers are there;
+    until then the one before is the newest. A second save waits until this worker's file of the first is written. A third one
+    waits until the first is complete, or has failed.
 
     Where faults are tolerated, all workers that live call it, and it is a checkpoint of as many workers. If one dies before its
     file is written, the checkpoint does not become complete (``error`` says so), and training continues.
@@ -95,7 +113,8 @@ def save(
             in this folder.
         RuntimeError: it was called inside a backward or ``join``, or the wrapper was closed.
         OutOfStepError: the workers have saved at different updates.
-        PeerLostError, PeerTimeoutError: not all workers have made this save; names those that have not.
+        PeerLostError, PeerTimeoutError: a worker that this one exchanges with is gone or silent, or not all workers have made
+            this save; names it, or those that have not.
     """
     replica = replica_of(model, "save")
     if replica.tolerates_faults:
@@ -172,17 +191,10 @@ class Saving:
         with contextlib.suppress(futures.InvalidStateError):
             self._over.set_result(error)
 
-    def _fail(self, error: Exception) -> None:
-        """One of its threads has raised what nobody expects."""
-        _log.error("%s is not complete", self.path, exc_info=error)
-        with contextlib.suppress(futures.InvalidStateError):
-            self._written.set_result(None)
-        self._finish(error)
-
     def _raise_error(self, *, once: bool = False) -> None:
         """Raises an error that is not only about files; not again if ``once``."""
         error = self.error
-        if error is not None and not is_quiet(error) and not (once and self._raised):
+        if error is not None and not _is_quiet(error) and not (once and self._raised):
             self._raised = True
             raise error
 
@@ -208,37 +220,46 @@ class _Root:
 
 
 @dataclass(frozen=True)
-class _Job:
-    """One save on its way through the threads.
+class _Shard:
+    """What this worker writes: copies of the tensors, and the tree they belong to.
 
     Attributes:
-        number: of this save of its replica, from 0.
-        workers: the ranks of those that write its shards.
         trained: names of the parameters that train, with the keys of their tensors.
     """
 
-    saving: Saving
-    number: int
-    workers: Sequence[int]
     root: _Root
     keep: int
     record: Record
     trained: dict[str, str]
+    text: str
+    staged: Staged
 
-    def prune(self, newest: str) -> None:
-        folder.prune(self.saving.path.parent, newest, self.root.complete, self.keep, self.root.known)
+
+@dataclass(frozen=True)
+class _Job:
+    """One save on its way through its thread.
+
+    Attributes:
+        number: of this save of its replica, from 0; ``round_``: of the replica.
+        workers: the ranks of those that write its shards.
+        shard: None if the save was refused, which the other workers are told.
+        before: the save before, if it may be in flight.
+    """
+
+    saving: Saving
+    number: int
+    round_: int
+    workers: Sequence[int]
+    shard: _Shard | None
+    before: Saving | None
 
 
 class Saver(Listener):
-    """Saves one replica, to which it has no reference: the staging memory and the threads.
-
-    One thread writes this worker's shards. Another waits for the other workers, so that a slow one does not delay writing.
-    """
+    """Saves one replica, to which it has no reference: the staging memory, and the saves in flight."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._staging = Staging()
-        self._writer, self._finisher = Waiter("decent_dp-checkpoint-writer"), Waiter("decent_dp-checkpoint-finisher")
         self._store_calls = StoreCalls()
         self._saves = 0
         self._in_flight: deque[Saving] = deque()
@@ -257,35 +278,47 @@ class Saver(Listener):
             self._roots[key] = _Root(max((attempt for attempt in attempts if attempt is not None), default=0))
 
     def save(self, replica: Replica, path: str | os.PathLike[str], state: Mapping[str, Any], keep: int, wait: bool) -> Saving:
-        """Copies the state of ``replica`` and submits it to the threads. ``wait`` is only checked."""
+        """Copies the state of ``replica`` and starts the thread of this save. ``wait`` is only checked."""
         replica.refuse_closed()
         replica.refuse_in_join("save")
         number, self._saves = self._saves, self._saves + 1
         if replica.tolerates_faults:  # some may have joined later
             number = replica.everyone.control.calls
-        round_ = replica.engine.round
-        # Later the interpreter may exit.
-        self._finisher.start()
-        self._store_calls.start()
+        self._store_calls.start()  # later the interpreter may exit
+        saving, shard, refusal = Saving(Path(f"save number {number}")), None, None
         try:
             keep, _ = check_integer("keep", keep, 1, "checkpoints"), check_bool("wait", wait)
-            root, state = _checked_path(path), _checked_state(state)
+            where = folder.folder_of(path)
+            with contextlib.suppress(OSError):  # the thread finds it too, and there it does not end the training
+                if folder.is_step(where):
+                    raise ValueError(f"{where} is one checkpoint: pass the folder for checkpoints, {where.parent}, to save")
+            if not isinstance(state, Mapping):
+                raise TypeError(f"state must be a dict, such as {{'epoch': epoch}}, got a {type(state).__name__}")
             self._wait_for_earlier()
-            job, text, tensors = self._describe(replica, number, root, keep, state)
-            round_ = job.record.round
-            staged = self._staging.copy(tensors)
+            snapshot = take(replica)
+            random = random_states(replica.model)  # after it: a pending update may draw
+            text, tensors = encode({"snapshot": snapshot, "random": random, "state": dict(state)}, "")
+            root = self._roots.setdefault(os.path.realpath(where), _Root())
+            ranks, replicas = replica.everyone.control.ranks, replica.replicas
+            rank, n, round_ = ranks.index(self._transport.rank), len(ranks), snapshot["round"]
+            name = folder.step_name(round_, root.attempt, number, self._transport.run_id, n)
+            root.known.add(name)
+            groups = [list(workers) for workers in replicas.workers] if replicas.shards > 1 else None
+            record = Record(name, rank, n, round_, model_signature(replica.model), groups)
+            keys = {id(tensor): key for key, tensor in tensors.items()}
+            trained = {name: keys[id(snapshot["parameters"][name])] for name in replica.parameters.names}
+            shard = _Shard(root, keep, record, trained, text, self._staging.copy(tensors))
+            saving = Saving(where / name)
         except BaseException as error:  # also a KeyboardInterrupt while it waits for an earlier save
             # The others must not wait for a shard that will not come, and their next save is this worker's next.
-            refused, report = Saving(Path(f"save number {number}")), Report.of_error(round_, error)
-            self._in_flight.append(refused)
-            # By way of the writer, so that it does not overtake the saves before it.
-            workers = replica.everyone.control.ranks
-            refuse = telling(lambda: self._refuse(refused, number, report, workers), refused._fail)
-            self._writer.submit(telling(lambda: self._submit(refused, refuse), refused._fail))
+            refusal = error
             raise
-        self._in_flight.append(job.saving)
-        self._writer.submit(telling(lambda: self._write(job, staged, text), job.saving._fail))
-        return job.saving
+        finally:
+            before = self._in_flight[-1] if self._in_flight else None
+            job = _Job(saving, number, replica.engine.round, replica.everyone.control.ranks, shard, before)
+            threading.Thread(target=self._run, args=(job, refusal), name="decent_dp-checkpoint", daemon=True).start()
+            self._in_flight.append(saving)
+        return saving
 
     def drain(self) -> None:
         """Waits until no save is in flight."""
@@ -308,10 +341,8 @@ class Saver(Listener):
         self.close()
 
     def close(self, at_error: bool = False) -> None:
-        """Ends the threads when their jobs are done.
-
-        Waits for this worker's own disk up to the timeout, and then for the others up to half a minute, or the timeout if that
-        is less. ``at_error``: if an error ends the interpreter, two seconds for all of it.
+        """Waits for this worker's own disk up to the timeout, and then for the others up to half a minute, or the timeout if
+        that is less. ``at_error``: if an error ends the interpreter, two seconds for all of it.
         """
         timeout, began = self._transport.timeout, time.monotonic()
         limit = min(timeout, _AT_ERROR if at_error else _AT_EXIT)
@@ -323,8 +354,6 @@ class Saver(Listener):
         for saving in in_flight:
             if not saving.done:
                 self._give_up(saving, own, limit)
-        self._writer.close()
-        self._finisher.close()
         if all(saving._written.done() for saving in self._in_flight):
             self._staging = Staging()
 
@@ -346,132 +375,117 @@ class Saver(Listener):
     def _wait_for_earlier(self) -> None:
         """Raises the errors of saves that were not waited for, and waits until another save may begin."""
         began = time.monotonic()
-        self._raise_earlier()
-        while len(self._in_flight) >= _MOST_IN_FLIGHT:
+        while self._in_flight and (self._in_flight[0].done or len(self._in_flight) >= _MOST_IN_FLIGHT):
             futures.wait([self._in_flight[0]._over])
-            self._raise_earlier()
+            self._in_flight.popleft()._raise_error(once=True)
         # There is memory for one copy.
         futures.wait([saving._written for saving in self._in_flight])
         if (waited := time.monotonic() - began) > 0.01:
             _log.info("save waited %.3f s for those before it", waited)
 
-    def _raise_earlier(self) -> None:
-        while self._in_flight and self._in_flight[0].done:
-            self._in_flight.popleft()._raise_error(once=True)
+    # -- in the thread of a save --------------------------------------------------------------------------------------
 
-    def _describe(
-        self, replica: Replica, number: int, path: Path, keep: int, state: Mapping[str, Any]
-    ) -> tuple[_Job, str, dict[str, Tensor]]:
-        snapshot = take(replica)
-        random = random_states(replica.model)  # after it: a pending update may draw
-        text, tensors = encode({"snapshot": snapshot, "random": random, "state": dict(state)}, "")
-        root = self._roots.setdefault(os.path.realpath(path), _Root())
-        workers = replica.everyone.control.ranks
-        rank, n = workers.index(self._transport.rank), len(workers)
-        name = folder.step_name(snapshot["round"], root.attempt, number, self._transport.run_id, n)
-        root.known.add(name)
-        replicas = [list(workers) for workers in replica.replicas.workers] if replica.replicas.shards > 1 else None
-        model = model_signature(replica.model)
-        record = Record(name, rank, n, snapshot["round"], model, replicas)
-        keys = {id(tensor): key for key, tensor in tensors.items()}
-        trained = {name: keys[id(snapshot["parameters"][name])] for name in replica.parameters.names}
-        return _Job(Saving(path / name), number, workers, root, keep, record, trained), text, tensors
-
-    # -- in the writer's thread ---------------------------------------------------------------------------------------
-
-    def _write(self, job: _Job, staged: Staged, text: str) -> None:
-        error: Exception | None = None
+    def _run(self, job: _Job, refusal: BaseException | None) -> None:
+        saving, own = job.saving, refusal
         try:
-            staged.wait()
-            for name, key in job.trained.items():
+            if job.shard is not None:
+                own = self._write(saving.path, job.shard)
+            saving._written.set_result(None)
+            if job.before is not None:  # the reports of saves follow each other
+                futures.wait([job.before._over])
+            error = self._outcome(job, own)
+            if job.shard is not None and error is None:
+                self._completed(saving, job.shard)
+            saving._finish(error)
+        except Exception as error:  # which nobody expects
+            _log.error("%s is not complete", saving.path, exc_info=error)
+            saving._finish(error)
+        finally:
+            if not saving._written.done():
+                saving._written.set_result(None)
+
+    def _write(self, path: Path, shard: _Shard) -> Exception | None:
+        """Writes this worker's shard; returns why it could not."""
+        root, run, rank = shard.root, self._transport.run_id, self._transport.rank
+        try:
+            shard.staged.wait()
+            for name, key in shard.trained.items():
                 # With `keep`, such checkpoints would remove those that training can be resumed from.
-                if not all_finite(staged.tensors[key]):
+                if not all_finite(shard.staged.tensors[key]):
                     raise CheckpointError(f"parameter '{name}' holds a NaN or an infinity: earlier checkpoints are kept")
-            self._claim(job)
-            write_shard(folder.make_folder(job.saving.path), job.record, staged.tensors, text)
-        except Exception as caught:
-            error = caught
-        del staged
-        self._submit(job.saving, telling(lambda: self._finish(job, error), job.saving._fail))
+            folder.claim(folder.make_folder(path.parent), run, rank, may_take_over=root.may_take_over)
+            if root.may_take_over:
+                root.may_take_over = False
+                # Killed runs have left them. A folder with a new shard belongs to a run that still writes into it.
+                left = [name for name, ranks in root.abandoned.items() if folder.ranks_in(path.parent / name) == ranks]
+                folder.remove(path.parent, left)
+            write_shard(folder.make_folder(path), shard.record, shard.staged.tensors, shard.text)
+        except Exception as error:
+            return error
+        return None
 
-    def _submit(self, saving: Saving, finish: Callable[[], None]) -> None:
-        self._finisher.submit(finish)
-        saving._written.set_result(None)
+    def _outcome(self, job: _Job, own: BaseException | None) -> Exception | None:
+        """Waits for the reports of all workers; returns why the checkpoint is not complete. ``own``: this worker's error."""
+        path, shard, timeout = job.saving.path, job.shard, self._transport.timeout
+        kind = "" if own is None else "CheckpointError" if isinstance(own, OSError) else type(own).__name__
+        report = json.dumps([job.round_, path.name, kind, "" if own is None else str(own)])
+        before = f"all shards of {path.name} were written"
+        late = (
+            f"did not write a shard of {path.name} within {timeout:g} s: all workers must call save(...), at the same updates; "
+        )
 
-    def _claim(self, job: _Job) -> None:
-        path, root = folder.make_folder(job.saving.path.parent), job.root
-        folder.claim(path, self._transport.run_id, self._transport.rank, may_take_over=root.may_take_over)
-        if not root.may_take_over:
-            return
-        root.may_take_over = False
-        # Killed runs have left them. A folder with a new shard belongs to a run that still writes into it.
-        folder.remove(path, [name for name, ranks in root.abandoned.items() if folder.ranks_in(path / name) == ranks])
-
-    # -- in the finisher's thread -------------------------------------------------------------------------------------
-
-    def _refuse(self, saving: Saving, number: int, report: Report, workers: Sequence[int]) -> None:
-        with contextlib.suppress(Exception):  # it is raised in the training thread
-            self._wait_for_others(saving, number, report, workers)
-        saving._finish(None)
-
-    def _finish(self, job: _Job, own: Exception | None) -> None:
-        round_, path = job.record.round, job.saving.path
-        try:
-            report = Report(round_, name=path.name) if own is None else Report.of_error(round_, own)
-            error = self._wait_for_others(job.saving, job.number, report, job.workers)
-            if error is not None:
-                # It never becomes complete. After a PeerError it may have.
-                folder.remove_shard(path, job.record.rank)
-        except ConnectionError as gone:  # the store is, as worker 0 may be
-            error = None if self._is_complete_on_disk(job) else PeerLostError(f"{path.name}: {gone}. {_STORE}")
-        except Exception as failure:
-            error = failure
-        if own is not None and (error is None or is_quiet(error) or not is_quiet(own)):
-            error = own
-        if error is None:
-            self._completed(job)
-        else:
-            quiet = is_quiet(error)
-            level = logging.WARNING if quiet and own is None else logging.ERROR
-            goes_on = ", and training goes on without it" if quiet else ""
-            _log.log(level, "%s is not complete%s: %s", path, goes_on, error)
-        job.saving._finish(error)
-
-    def _wait_for_others(self, saving: Saving, number: int, report: Report, workers: Sequence[int]) -> Exception | None:
-        timeout = self._transport.timeout
-
-        def wait() -> Exception | None:
-            gather = make_gather(self._transport, f"checkpoint/{number}")
-            failure = wait_for_reports(gather, report, saving.path.name, timeout, workers)
-            last, self._last = self._last, gather
+        def gather() -> Mapping[int, str]:
+            reports = make_gather(self._transport, f"checkpoint/{job.number}")
+            reports.put(report)
+            found = reports.wait(timeout, before, late + "or a disk is slow.")
+            last, self._last = self._last, reports
             if last is not None:
                 # By now worker 0, which may keep the store, may have exited. The result is known.
                 with contextlib.suppress(ConnectionError):
                     last.clear()
-            return failure
+            return found or {}
 
-        return self._store_calls.run(wait, timeout + _MARGIN)
+        error: Exception | None
+        try:
+            error = _failure(self._store_calls.run(gather, timeout + _MARGIN), job.workers)
+            if error is not None and shard is not None:
+                # It never becomes complete. After a PeerError it may have.
+                folder.remove_shard(path, shard.record.rank)
+        except ConnectionError as gone:  # the store is, as worker 0 may be
+            whole = shard is not None and self._is_complete_on_disk(path, shard.record.world_size)
+            error = None if whole else PeerLostError(f"{path.name}: {gone}. {_STORE}")
+        except Exception as failure:
+            error = failure
+        if shard is None:  # the training thread has raised
+            return None
+        if isinstance(own, Exception) and (error is None or _is_quiet(error) or not _is_quiet(own)):
+            error = own
+        if error is not None:
+            quiet = _is_quiet(error)
+            level = logging.WARNING if quiet and own is None else logging.ERROR
+            goes_on = ", and training goes on without it" if quiet else ""
+            _log.log(level, "%s is not complete%s: %s", path, goes_on, error)
+        return error
 
-    def _is_complete_on_disk(self, job: _Job) -> bool:
+    def _is_complete_on_disk(self, path: Path, world_size: int) -> bool:
         """Without a store: whether the shards of all workers are there, or will be in a few seconds."""
         deadline = time.monotonic() + min(self._transport.timeout, _WITHOUT_STORE)
         while True:
             with contextlib.suppress(OSError):
-                if len(folder.ranks_in(job.saving.path)) == job.record.world_size:
+                if len(folder.ranks_in(path)) == world_size:
                     return True
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.05)
 
-    def _completed(self, job: _Job) -> None:
-        path, rank = job.saving.path, job.record.rank
+    def _completed(self, saving: Saving, shard: _Shard) -> None:
+        path, rank, root = saving.path, shard.record.rank, shard.root
         _log.info("%s is complete", path)
-        job.saving._is_complete = True
-        job.root.complete.add(path.name)
+        saving._is_complete = True
+        root.complete.add(path.name)
         # The first worker of each folder. An error makes the checkpoint no less complete, and a full disk needs the second.
-        steps: list[Callable[[], None]]
-        steps = [lambda: folder.write_latest(path.parent, path.name, rank), lambda: job.prune(path.name)]
-        for step in steps:
+        latest = partial(folder.write_latest, path.parent, path.name, rank)
+        for step in (latest, partial(folder.prune, path.parent, path.name, root.complete, shard.keep, root.known)):
             try:
                 if folder.ranks_in(path)[:1] == [rank]:
                     step()
@@ -479,18 +493,34 @@ class Saver(Listener):
                 _log.warning("%s is complete, and what follows has failed: %s", path, error)
 
 
-def _checked_path(path: Any) -> Path:
-    root = folder.folder_of(path)
-    with contextlib.suppress(OSError):  # the writer finds it too, and there it does not end the training
-        if folder.is_step(root):
-            raise ValueError(f"{root} is one checkpoint: pass the folder for checkpoints, {root.parent}, to save")
-    return root
+def _is_quiet(error: BaseException) -> bool:
+    """Whether training continues without this checkpoint: its files could not be written."""
+    return isinstance(error, (OSError, CheckpointError))
 
 
-def _checked_state(state: Any) -> Mapping[str, Any]:
-    if not isinstance(state, Mapping):
-        raise TypeError(f"state must be a dict, such as {{'epoch': epoch}}, got a {type(state).__name__}")
-    return state
+def _failure(texts: Mapping[int, str], workers: Collection[int]) -> Exception | None:
+    """Why the checkpoint of these workers is not complete, by their reports: round, name, and of an error its kind and text."""
+    reports = {rank: json.loads(text) for rank, text in texts.items()}
+    if dead := sorted(set(workers) - reports.keys()):
+        return CheckpointError(f"worker {dead[0]} died before it had written its shard: earlier checkpoints are kept")
+    for rank, (_, _, kind, text) in reports.items():
+        if kind:
+            return error_of_worker(kind, text, f"worker {rank} could not write its shard")
+    rounds = [report[0] for report in reports.values()]
+    if len(set(rounds)) > 1:
+        counts = worker_counts(rounds, list(reports))
+        return OutOfStepError(
+            f"save needs all workers at the same update, and they have made different numbers ({counts}). "
+            "Uneven numbers of batches need `with model.join():` around the loop, and save(...) after it."
+        )
+    first = min(reports)
+    for rank, (_, name, _, _) in reports.items():
+        if name != reports[first][1]:
+            return ValueError(
+                f"the shards of the workers are of different checkpoints, {reports[first][1]} of worker {first} and {name} of "
+                f"worker {rank}: the workers have loaded from different folders. Load and save with the same path on all."
+            )
+    return None
 
 
 def _close_at_exit(saver: Saver) -> None:

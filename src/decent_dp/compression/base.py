@@ -216,49 +216,16 @@ class Compression(ABC):
 
     # -- saving and resuming ---------------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def unpack(self, message: Tensor) -> list[dict[str, Tensor]]:
-        """Splits a written message into entries for each flat tensor, which do not depend on the other tensors.
-
-        Returns:
-            ``sent``: the codes of the tensor, 1-D, in the order of its values; a view of the message if they lie in one chunk.
-            ``records``, if there are any: one row for each block, of shape (blocks, fields), float64.
-        """
-
-    @abstractmethod
-    def pack(self, parts: Sequence[Mapping[str, Tensor]], out: Tensor) -> None:
-        """The inverse of ``unpack``: writes the message ``out``."""
-
-    @abstractmethod
-    def resume(self, out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> None:
-        """Takes the place of ``encode`` for a message that ``pack`` has written in a resumed run."""
-
     def state(self) -> list[dict[str, Tensor]]:
-        """The state of this compression for each flat tensor: copies, on the CPU."""
-        return [{} for _ in self.tensors]
+        """What an exchange leaves for later ones, for each flat tensor; it does not depend on the other tensors.
 
-    def load_state(self, state: Sequence[Mapping[str, Tensor]]) -> None:
-        """Resumes from what ``state`` returned."""
-        return
-
-    def edge_state(self) -> list[dict[str, Tensor]]:
-        """The state for single edges, for each flat tensor: live tensors under keys that name the edge.
-
-        It is saved in checkpoints and passed to ``load_edge_state``.
+        The tensors may be live. Those of a single edge have keys that name it.
         """
         return [{} for _ in self.tensors]
 
-    def load_edge_state(self, by_tensor: Sequence[Mapping[str, Tensor]]) -> None:
-        """Resumes with what ``edge_state`` returned; an edge that is missing starts as a new one."""
+    def load_state(self, by_tensor: Sequence[Mapping[str, Tensor]]) -> None:
+        """Resumes from what ``state`` returned. What is missing, or of another compression, starts as in a new run."""
         return
-
-    @abstractmethod
-    def hint_by_tensor(self, hint: bytes) -> list[Tensor]:
-        """Splits a hint into one int8 tensor for each flat tensor."""
-
-    @abstractmethod
-    def hint_of(self, by_tensor: Sequence[Tensor]) -> bytes:
-        """The inverse of ``hint_by_tensor``."""
 
     # -- values that are not finite ----------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -88,47 +88,6 @@ class Blockwise(Compression):
     ) -> None:
         """Reduces without the flag; the result for values that are not finite is never read."""
 
-    # -- saving and resuming ---------------------------------------------------------------------------------------------
-
-    def unpack(self, message: Tensor) -> list[dict[str, Tensor]]:
-        parts: list[dict[str, Tensor]] = []
-        for tensor, blocks in zip(self.tensors, self._blocks_by_tensor(), strict=True):
-            chunks = [self._codes(message, block, self.code) for block in blocks]
-            if blocks and blocks[-1].at - blocks[0].at == (blocks[-1].start - blocks[0].start) * self._itemsize:
-                chunks = [message[blocks[0].at : blocks[0].at + tensor.numel * self._itemsize].view(self.code)]
-            part = {"sent": torch.cat(chunks) if len(chunks) > 1 else chunks[0] if chunks else message[:0].view(self.code)}
-            if self._record:
-                records = [message[block.record : block.record + self._record].view(torch.float64) for block in blocks]
-                fields = self._record // torch.float64.itemsize
-                part["records"] = torch.stack(records) if records else message[:0].view(torch.float64).view(0, fields)
-            parts.append(part)
-        return parts
-
-    def pack(self, parts: Sequence[Mapping[str, Tensor]], out: Tensor) -> None:
-        for part, blocks in zip(parts, self._blocks_by_tensor(), strict=True):
-            for number, block in enumerate(blocks):
-                self._codes(out, block, self.code).copy_(part["sent"][block.start : block.stop])
-                if self._record:
-                    out[block.record : block.record + self._record].view(torch.float64).copy_(part["records"][number])
-
-    def resume(self, out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> None:
-        if self.chunks:
-            self._mark(out, all(self._finite(out, chunk) for chunk in self.chunks), message_id.rank)
-
-    def hint_by_tensor(self, hint: bytes) -> list[Tensor]:
-        values = torch.tensor(list(hint), dtype=torch.uint8, device="cpu").view(torch.int8)
-        return list(torch.split(values, [len(blocks) for blocks in self._blocks_by_tensor()]))
-
-    def hint_of(self, by_tensor: Sequence[Tensor]) -> bytes:
-        return b"".join(bytes(part.cpu().numpy()) for part in by_tensor)
-
-    def _blocks_by_tensor(self) -> list[list[Block]]:
-        found: list[list[Block]] = [[] for _ in self.tensors]
-        for chunk in self.chunks:
-            for block in chunk.blocks:
-                found[block.tensor].append(block)
-        return found
-
     # -- values that are not finite ----------------------------------------------------------------------------------------
 
     def first_nonfinite(self, message: Tensor) -> tuple[int, int] | None:
@@ -142,10 +101,6 @@ class Blockwise(Compression):
     @abstractmethod
     def _first_nonfinite(self, message: Tensor, block: Block) -> int | None:
         """The first element of ``block`` that is not finite, as exactly as the message can say."""
-
-    @abstractmethod
-    def _finite(self, message: Tensor, chunk: Chunk) -> bool | Tensor:
-        """Whether all values in a written chunk are finite."""
 
     def _mark(self, out: Tensor, finite: bool | Tensor, rank: int) -> None:
         """Writes the flag."""

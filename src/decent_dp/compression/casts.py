@@ -64,9 +64,6 @@ class Lossless(Blockwise):
                 finite = finite & all_finite(codes)
             yield from itertools.repeat(finite, chunks)
 
-    def _finite(self, message: Tensor, chunk: Chunk) -> bool | Tensor:
-        return all_finite(self._all_codes(message, chunk))
-
     def _first_nonfinite(self, message: Tensor, block: Block) -> int | None:
         found = self._codes(message, block, self.code).isfinite().logical_not_().nonzero()
         return int(found[0]) if len(found) else None

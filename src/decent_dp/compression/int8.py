@@ -118,19 +118,19 @@ class Int8(Blockwise):
             fits = most < LARGEST_NUMBER
             self._largest = np.where(fits, most * self._steps, np.where(np.isfinite(values), values, self._largest))
 
-    def resume(self, out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> None:
-        super().resume(out, message_id, hints)
-        self._set_steps(hints)
-
     def state(self) -> list[dict[str, Tensor]]:
         self._take_encoded()
         table = np.stack([self._seen, self._expected, self._failed, self._largest], axis=1)
-        counts = [len(blocks) for blocks in self._blocks_by_tensor()]
+        counts = np.bincount([block.tensor for block in self._blocks], minlength=len(self.tensors)).tolist()
         return [{"ranges": part} for part in torch.split(torch.from_numpy(table), counts)]
 
-    def load_state(self, state: Sequence[Mapping[str, Tensor]]) -> None:
-        self._take_encoded()  # the values of an earlier message must not replace what is loaded
-        table = torch.cat([part["ranges"] for part in state]).cpu().numpy()
+    def load_state(self, by_tensor: Sequence[Mapping[str, Tensor]]) -> None:
+        tables = []
+        for own, entries in zip(self.state(), by_tensor, strict=True):
+            fresh, saved = own["ranges"], entries.get("ranges")
+            fits = saved is not None and (saved.shape, saved.dtype) == (fresh.shape, fresh.dtype)
+            tables.append(saved.cpu() if saved is not None and fits else fresh)
+        table = torch.cat(tables).numpy()
         self._seen, self._expected, self._failed, self._largest = (column.copy() for column in table.T)
 
     def _set_steps(self, hints: Sequence[bytes]) -> None:
@@ -206,9 +206,6 @@ class Int8(Blockwise):
                 records[i] = _NOT_FINITE
         run.records(out).copy_(torch.from_numpy(records))
         return finite
-
-    def _finite(self, message: Tensor, chunk: Chunk) -> bool:
-        return not any(bool(run.records(message)[:, 0].isnan().any()) for run in self._runs[chunk.start])
 
     def _first_nonfinite(self, message: Tensor, block: Block) -> int | None:
         return 0 if bool(self._first_field(message, block).isnan()) else None

@@ -305,62 +305,34 @@ class LowRank(Compression):
 
     # -- saving and resuming ------------------------------------------------------------------------------------------
 
-    def unpack(self, message: Tensor) -> list[dict[str, Tensor]]:
-        return self._inner.unpack(message[_DIGEST:])
-
-    def pack(self, parts: Sequence[Mapping[str, Tensor]], out: Tensor) -> None:
-        self._inner.pack(parts, out[_DIGEST:])
-
-    def resume(self, out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> None:
-        if self.nbytes:
-            out[:_DIGEST].view(torch.int64).copy_(self._digest())
-            self._inner.resume(out[_DIGEST:], message_id, self._own_part(hints))
-
     def state(self) -> list[dict[str, Tensor]]:
-        by_side = [inner.state() for inner in self._sides]
-        return [
-            {f"{key}_{side}": value for side, entry in enumerate(entries) for key, value in entry.items()}
-            for entries in zip(*by_side, strict=True)
-        ]
-
-    def load_state(self, state: Sequence[Mapping[str, Tensor]]) -> None:
-        for side, inner in enumerate(self._sides):
-            end = f"_{side}"
-            inner.load_state(
-                [{key.removesuffix(end): value for key, value in entry.items() if key.endswith(end)} for entry in state]
-            )
-
-    def edge_state(self) -> list[dict[str, Tensor]]:
-        """Bases under keys such as '0-3.1': the members of the edge, and the side."""
+        """That of both sides' inner compressions, and bases under keys such as '0-3.1': members of the edge, and the side."""
         found: list[dict[str, Tensor]] = [{} for _ in self.tensors]
+        for side, inner in enumerate(self._sides):
+            for own, entries in zip(found, inner.state(), strict=True):
+                own.update({f"{key}_{side}": value for key, value in entries.items()})
         for (edge, side), bases in self._learned.items():
-            for number, basis in enumerate(bases):
+            for own, basis in zip(found, bases, strict=True):
                 if basis is not None:
-                    found[number][f"{'-'.join(map(str, edge))}.{side}"] = basis
+                    own[f"{'-'.join(map(str, edge))}.{side}"] = basis
         return found
 
-    def load_edge_state(self, by_tensor: Sequence[Mapping[str, Tensor]]) -> None:
+    def load_state(self, by_tensor: Sequence[Mapping[str, Tensor]]) -> None:
+        for side, inner in enumerate(self._sides):
+            end = f"_{side}"
+            inner.load_state([{key.removesuffix(end): own[key] for key in own if key.endswith(end)} for own in by_tensor])
         for number, (tensor, entries) in enumerate(zip(self.tensors, by_tensor, strict=True)):
             for key, basis in entries.items():
                 members, _, place = key.partition(".")
+                # The run that is resumed may have had another compression, or another rank.
+                if not (place and self._matrices[number]):
+                    continue
                 side = int(place)
-                # The run that is resumed may have had another rank.
-                if not self._matrices[number] or basis.shape != (tensor.rows if side else tensor.columns, self.rank):
+                if basis.shape != (tensor.rows if side else tensor.columns, self.rank):
                     continue
                 edge = tuple(map(int, members.split("-")))
                 learned = self._learned.setdefault((edge, side), [None] * len(self.tensors))
                 learned[number] = basis.to(device=self.device, copy=True)
-
-    def hint_by_tensor(self, hint: bytes) -> list[Tensor]:
-        cut = self._sides[0].hint_nbytes
-        by_side = [inner.hint_by_tensor(part) for inner, part in zip(self._sides, (hint[:cut], hint[cut:]), strict=True)]
-        return [torch.cat(parts) for parts in zip(*by_side, strict=True)]
-
-    def hint_of(self, by_tensor: Sequence[Tensor]) -> bytes:
-        blank = [inner.hint_by_tensor(bytes(inner.hint_nbytes)) for inner in self._sides]
-        lengths = [[len(part) for part in parts] for parts in zip(*blank, strict=True)]
-        by_side = zip(*(torch.split(part, own) for part, own in zip(by_tensor, lengths, strict=True)), strict=True)
-        return b"".join(inner.hint_of(parts) for inner, parts in zip(self._sides, by_side, strict=True))
 
 
 class _Numbers(Sequence[Tensor]):

@@ -15,9 +15,9 @@ from decent_dp.engine.layout import FlatBuffer
 from decent_dp.rules import Gossip, Round, Rule
 from decent_dp.rules.base import apply_rule, group_scale, mixing_rate
 from decent_dp.topo import Edge, Topology
-from decent_dp.transport import Handle, Verdict
+from decent_dp.transport import Handle
 
-__all__ = ["Bucket", "Edit", "Held", "InFlight"]
+__all__ = ["Bucket", "Edit", "InFlight"]
 
 # Called with the weighted sum over the other members of an edge, one tensor per parameter in its shape; may change it in place.
 Edit: TypeAlias = Callable[[Edge, list[Tensor]], None]
@@ -28,19 +28,15 @@ class InFlight:
     """An exchange that was started. It carries its own round and edge, so that it is finished as it was started.
 
     Attributes:
-        hint: this worker's scale hint for it.
         handle: None if this worker sits the round out.
         near: the values that were sent, or about those, one per ``compression.tensors``: an edit needs them to decode its own
-            message. None after a restart.
-        hole: the other worker of the topology's edge is gone or silent, so that this one sits the round out.
+            message.
     """
 
     round: Round
     edge: Edge
-    hint: bytes = b""
     handle: Handle | None = None
-    near: list[Tensor] | None = None
-    hole: bool = False
+    near: Sequence[Tensor] = ()
 
     @property
     def sits_out(self) -> bool:
@@ -54,15 +50,6 @@ class InFlight:
         return over or Topology.mixes(topology, round_)
 
 
-@dataclass
-class Held:
-    """The difference of an exchange whose verdict is not known yet, one tensor per ``compression.tensors``."""
-
-    handle: Handle
-    difference: list[Tensor]
-    waited: bool = False  # a call has waited for the verdict, and need not again
-
-
 class Bucket:
     """Tensors of one dtype and device that are exchanged together.
 
@@ -72,7 +59,6 @@ class Bucket:
 
     Attributes:
         in_flight: the exchange that was started, or the round that this worker sits out; None before the first round.
-        held: differences that are added late, or never (``Held``).
         stale: names of tensors whose values were replaced, so that the difference in flight does not belong to them.
     """
 
@@ -88,7 +74,6 @@ class Bucket:
             tensors = [FlatTensor(slots[0].index, plan.numel)]
         self.compression = compression(tensors, plan.dtype, plan.device)
         self.in_flight: InFlight | None = None
-        self.held: list[Held] = []
         self.stale: set[str] = set()
         # Names of stale tensors whose rule's state still belongs to the old values.
         self._outdated: set[str] = set()
@@ -147,38 +132,6 @@ class Bucket:
             state = {key: part_of(tensor, block) for key, tensor in self.states[block.tensor].items()}
             apply_rule(self.rule, part_of(values[block.tensor], block), state, difference, rate * unit, round)
 
-    def hold(self, in_flight: InFlight, factor: float) -> None:
-        """Keeps the difference of a received message until it is known whether the other worker mixes, too."""
-        assert in_flight.handle is not None
-        rate = mixing_rate(in_flight.edge, factor)
-        kept = [torch.zeros(len(value), dtype=self.compression.compute, device=value.device) for value in self.values]
-        for block, difference, unit in self.compression.differences(*self.messages):
-            if difference is not None:
-                part_of(kept[block.tensor], block).copy_(difference).mul_(rate * unit)
-        self.held.append(Held(in_flight.handle, kept))
-        self._clear(kept, self.stale)
-
-    @torch.no_grad()
-    def settle_held(self) -> tuple[int, int]:
-        """Adds the differences that both ends mix, and forgets those that none does; returns the numbers of both.
-
-        A late difference is added to the values as they are now, whatever the rule: so the mean stays where it was.
-        """
-        verdicts = [(held, held.handle.verdict) for held in self.held]
-        mixed = [held for held, verdict in verdicts if verdict is Verdict.BOTH]
-        for held in mixed:
-            for value, difference in zip(self.values, held.difference, strict=True):
-                value.add_(difference)
-            self.buffer.written()
-        self.held = [held for held, verdict in verdicts if verdict is Verdict.OPEN]
-        return len(mixed), len(verdicts) - len(mixed) - len(self.held)
-
-    def _clear(self, tensors: Sequence[Tensor], names: set[str]) -> None:
-        """Sets the elements of these parameters to zero; ``tensors``: one per ``compression.tensors``."""
-        for name, part in self._parts(tensors) if names else ():
-            if name in names:
-                part.zero_()
-
     def mix_nothing(self, round: Round) -> None:
         """Notifies the rule of a round in which nothing arrived."""
         if not self.rule.acts_alone:
@@ -217,8 +170,7 @@ class Bucket:
         def place(flat: Tensor, tensor: int, start: int, stop: int) -> Tensor:
             return flat[firsts[tensor] + start : firsts[tensor] + stop]
 
-        near = self.values if in_flight.near is None else in_flight.near
-        for block, proposal in self.compression.proposals(near, self.messages[0]):
+        for block, proposal in self.compression.proposals(in_flight.near, self.messages[0]):
             for flat in (own, others):
                 place(flat, block.tensor, block.start, block.stop).copy_(proposal)
         for block, difference, unit in self.compression.differences(*self.messages):
@@ -237,8 +189,6 @@ class Bucket:
         """Notes that the values of these tensors are replaced."""
         self.stale |= names
         self._outdated |= names
-        for held in self.held:
-            self._clear(held.difference, names)
 
     @torch.no_grad()
     def renew(self) -> None:
@@ -257,14 +207,6 @@ class Bucket:
         for slot in self.buffer.plan.slots:
             there = slice(slot.offset, slot.offset + slot.spec.numel)
             yield slot.spec.name, self.values[0][there], {key: tensor[there] for key, tensor in self.states[0].items()}
-
-    def _parts(self, tensors: Sequence[Tensor]) -> Iterable[tuple[str, Tensor]]:
-        """Yields (name, 1-D view) of each parameter in ``tensors``, one per ``compression.tensors``."""
-        if self.buffer.flat is None or self.compression.by_parameter:
-            yield from zip(self.buffer.names, tensors, strict=True)
-            return
-        for slot in self.buffer.plan.slots:
-            yield slot.spec.name, tensors[0][slot.offset : slot.offset + slot.spec.numel]
 
     # -- saving and resuming -----------------------------------------------------------------------------
 
@@ -294,81 +236,12 @@ class Bucket:
                     )
                 tensor.copy_(found)
 
-    def saved_exchange(self) -> dict[str, dict[str, Tensor]]:
-        """Returns the state of the exchange by tensor name: parts of the message, and of its hint.
-
-        The entries of a tensor do not depend on its bucket:
-
-            sent            the codes in flight, 1-D, in the order of its memory
-            records         the records in flight, float64 of shape (blocks, fields)
-            hint_in_flight  the hint for the exchange in flight, int8
-            ranges          the compression's ranges, float64 of shape (blocks, 4)
-
-        Entries that a compression does not need, or that are not in flight, are missing. Tensors may be views of the
-        message, which are valid until the next exchange starts.
-        """
-        sending = self.in_flight if self.in_flight is not None and not self.in_flight.sits_out else None
-        return self._exchange_entries(None if sending is None else sending.hint)
-
-    def _exchange_entries(self, hint: bytes | None) -> dict[str, dict[str, Tensor]]:
-        """The entries for the message to be sent and its hint; None: no exchange is in flight."""
-        compression, by_tensor = self.compression, self.compression.state()
-        if hint is not None:
-            for entries, parts in zip(by_tensor, compression.unpack(self.messages[0]), strict=True):
-                entries.update(parts)
-            if compression.needs_hints:
-                for entries, part in zip(by_tensor, compression.hint_by_tensor(hint), strict=True):
-                    entries["hint_in_flight"] = part
-        if len(by_tensor) < len(self.buffer.names):  # one flat tensor for all, which has codes only
-            sent, slots = by_tensor[0].get("sent"), self.buffer.plan.slots
-            by_tensor = [{} if sent is None else {"sent": sent[slot.offset : slot.offset + slot.spec.numel]} for slot in slots]
-        return dict(zip(self.buffer.names, by_tensor, strict=True))
-
-    def load_exchange(self, by_name: Mapping[str, Mapping[str, Tensor]], *, sending: bool) -> bytes | None:
-        """Loads the result of ``saved_exchange``, which may come from other buckets.
-
-        Args:
-            sending: whether the exchange in flight is resumed.
-
-        Returns:
-            The hint of the exchange in flight; None if it is not resumed.
-
-        Raises:
-            ValueError: an entry is missing, or has another shape or dtype; names the tensor.
-        """
-        compression, device = self.compression, self.buffer.plan.device
-        blank = bytes(compression.hint_nbytes)
-        wanted = self._exchange_entries(blank if sending else None)
-        entries = [_checked(name, by_name.get(name, {}), own) for name, own in wanted.items()]
-        if compression.needs_hints:
-            compression.load_state(entries)
-        if not sending:
-            return None
-        parts: list[Mapping[str, Tensor]] = [{**entry, "sent": entry["sent"].to(device)} for entry in entries]
-        if len(compression.tensors) < len(parts):
-            parts = [{"sent": torch.cat([part["sent"] for part in parts])}]
-        compression.pack(parts, self.messages[0])
-        return compression.hint_of([entry["hint_in_flight"] for entry in entries]) if compression.needs_hints else b""
-
-    def edge_state(self) -> dict[str, dict[str, Tensor]]:
-        """Returns the compression's state per edge by tensor name; only compressions with ``by_parameter`` have any."""
+    def compression_state(self) -> dict[str, dict[str, Tensor]]:
+        """Returns the compression's state by tensor name; the tensors may be live."""
         # One flat tensor for all parameters has no state.
-        return {
-            name: entries for name, entries in zip(self.buffer.names, self.compression.edge_state(), strict=False) if entries
-        }
+        return {name: entries for name, entries in zip(self.buffer.names, self.compression.state(), strict=False) if entries}
 
-    def load_edge_state(self, by_name: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Loads the result of ``edge_state``, which may come from other buckets."""
+    def load_compression_state(self, by_name: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Loads the result of ``compression_state``, which may come from other buckets, or from another compression."""
         if len(self.compression.tensors) == len(self.buffer.names):
-            self.compression.load_edge_state([by_name.get(name, {}) for name in self.buffer.names])
-
-
-def _checked(name: str, entries: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    for key, tensor in wanted.items():
-        found = entries.get(key)
-        if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
-            was = "is missing" if found is None else f"is {tuple(found.shape)} {found.dtype}"
-            raise ValueError(
-                f"'{key}' of the exchange of parameter '{name}' {was}, and should be {tuple(tensor.shape)} {tensor.dtype}"
-            )
-    return entries
+            self.compression.load_state([by_name.get(name, {}) for name in self.buffer.names])

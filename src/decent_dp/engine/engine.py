@@ -34,8 +34,6 @@ _log = logging.getLogger(__name__)
 _REJECTED_ROUNDS = 10
 # Rounds that are left out one by one, at most; of earlier ones only the number is kept.
 _MOST_MISSED = 1000
-# Seconds between two looks whether a verdict has come.
-_LOOK = 0.001
 
 
 class Engine:
@@ -56,8 +54,6 @@ class Engine:
         waited: seconds that the calling thread has waited for exchanges.
         nonfinite: the number of rounds that this worker sat out because of non-finite values.
         holes: the number of exchanges of single buckets that were left out, because the other worker was gone or silent.
-        late: the number of exchanges of single buckets that were mixed after their round, as the vote of the other worker came
-            late.
         nonfinite_in: the last round in which this replica was not finite; -1 if it never was.
         started: the last round in which these buckets have started an exchange or sat out; None before the first.
     """
@@ -71,7 +67,7 @@ class Engine:
         neighbours: Neighbours | None = None,
     ) -> None:
         self._neighbours = neighbours
-        self.holes = self.late = 0
+        self.holes = 0
         self.nonfinite_in = -1
         self._transport, self.topology = transport, topology
         self.rule, self._compression = rule, compression
@@ -154,8 +150,7 @@ class Engine:
         self._nonfinite.clear()  # ids may be used again
         self._gone += len(self.buckets)
         self.buckets, self.started = buckets, None
-        if self._neighbours is not None:
-            self._neighbours.begin(self._gone)
+        self._transport.begin(self._gone)
 
     # -- a round ------------------------------------------------------------------------------------------------------
 
@@ -192,8 +187,7 @@ class Engine:
             return Outcome("lost", error)
         finally:
             self.waited += time.perf_counter() - before
-        verdict = in_flight.handle.verdict
-        if verdict is Verdict.NEITHER:
+        if in_flight.handle.verdict is Verdict.NEITHER:
             self.holes += 1
             bucket.mix_nothing(in_flight.round)
             return SAT_OUT
@@ -209,10 +203,6 @@ class Engine:
         if unmixable is not None:
             bucket.mix_nothing(in_flight.round)
             return unmixable
-        if verdict is Verdict.OPEN:
-            bucket.hold(in_flight, self.factor)
-            bucket.mix_nothing(in_flight.round)
-            return SAT_OUT
         with record_function("decent_dp.mix"):
             bucket.mix(in_flight, self.factor, edit)
         if bucket.compression.rejected and not self._warned_of_rejections:
@@ -244,50 +234,19 @@ class Engine:
         self.started = self.round
         if self._neighbours is not None:
             self._neighbours.announce(self.round)
-            self._settle_held(bucket)
         if not Topology.mixes(bucket.topology, self.round):
             return
         assert bucket.in_flight is None, "an exchange is started when the one before is finished"
         bucket.stale.clear()
         round_, edge = Round(self.round), bucket.topology.get_edge(self.round)
-        hole = self._leaves_out(bucket, edge)
-        if hole:
+        if self._leaves_out(bucket, edge):
             edge = Edge([self._transport.rank], 1.0)
         proposal = bucket.propose(round_)
         hint = bucket.compression.hint(proposal) if bucket.compression.needs_hints else b""
         # The proposal may be the replica itself, which moves on until an edit sees what was sent, as numbers modulo 256.
         moves = edit is not None and bucket.compression.needs_hints
         near = [value.clone() for value in proposal] if moves else proposal
-        self._send(bucket, round_, edge, proposal, hint, near, hole=hole)
-
-    def settle(self, *, in_flight: bool, seconds: float) -> None:
-        """Before the replica is observed by all: adds the differences that the other end has mixed, or will.
-
-        Args:
-            in_flight: whether the exchanges in flight are finished, too.
-            seconds: the longest wait for verdicts.
-        """
-        if in_flight:
-            for bucket in self.buckets:
-                self.finish(bucket)
-        deadline = time.monotonic() + seconds
-        while True:
-            for bucket in self.buckets:
-                self._settle_held(bucket)
-            waiting = [held for bucket in self.buckets for held in bucket.held if not held.waited]
-            if waiting and time.monotonic() >= deadline:
-                _log.warning("%d exchanges are in doubt still: this call may include one half of them", len(waiting))
-                for held in waiting:
-                    held.waited = True
-            if not waiting or time.monotonic() >= deadline:
-                return
-            time.sleep(_LOOK)
-
-    def _settle_held(self, bucket: Bucket) -> None:
-        if bucket.held:
-            mixed, dropped = bucket.settle_held()
-            self.late += mixed
-            self.holes += dropped
+        self._send(bucket, round_, edge, proposal, hint, near)
 
     def _leaves_out(self, bucket: Bucket, edge: Edge) -> bool:
         """Whether the exchange of this round is left out, because the other worker is gone or silent; tells it so."""
@@ -401,24 +360,19 @@ class Engine:
         edge: Edge,
         proposal: list[Tensor],
         hint: bytes,
-        near: list[Tensor] | None = None,
-        *,
-        coded: bool = False,
-        hole: bool = False,
+        near: list[Tensor],
     ) -> None:
         handle = None
         if bucket.compression.pairs_only:
             self._refuse_groups(bucket, round_.number)
         if len(edge.ranks) > 1:
-            if not coded:
-                self._begin(bucket, round_.number, edge)
+            meeting = Topology.meetings(bucket.topology, round_.number, edge.ranks)
+            bucket.compression.begin(tuple(sorted(edge.ranks)), self._transport.rank, meeting)
             exchange_id = ExchangeId(round_.number, bucket.number)
-            request = ExchangeRequest(
-                bucket.compression, proposal, *bucket.messages, hint, self._transport.rank, exchange_id, coded
-            )
+            request = ExchangeRequest(bucket.compression, proposal, *bucket.messages, hint, self._transport.rank, exchange_id)
             handle = self._transport.start(edge, request)
             self.bytes_sent += handle.bytes_sent
-        bucket.in_flight = InFlight(round_, edge, hint, handle, near, hole)
+        bucket.in_flight = InFlight(round_, edge, handle, near)
 
     def _refuse_groups(self, bucket: Bucket, round_: int) -> None:
         """Of a topology without a period not all rounds were seen at construction. All workers raise the same."""
@@ -429,44 +383,24 @@ class Engine:
                 f"{largest}: use another topology or another compression."
             )
 
-    def _begin(self, bucket: Bucket, round_: int, edge: Edge) -> None:
-        meeting = Topology.meetings(bucket.topology, round_, edge.ranks)
-        bucket.compression.begin(tuple(sorted(edge.ranks)), self._transport.rank, meeting)
-
     # -- saving and resuming -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state from which a run resumes exactly, without waiting for an exchange.
+        """Returns the state from which a run with nothing in flight resumes exactly.
 
         Returns:
             round, factor
             rule          {"kind": class name, "state": {tensor name: {key: tensor}}}
-            compression   {tensor name: the compression's state per edge}
-            exchange      {"parameters": {tensor name: see ``Bucket.saved_exchange``}, "stale": names of tensors whose
-                          difference is to be dropped, "in_flight": {tensor name: the round of its exchange in flight}};
-                          None if it cannot be resumed
+            compression   {tensor name: {key: tensor}}
 
-        The tensors are live: copy them before the next round.
+        The tensors may be live: copy them before the next round.
         """
-        resumable = bool(self.buckets) and self.started == self.round - 1
-        exchange: dict[str, Any] = {"parameters": {}, "stale": [], "in_flight": {}}
         rule: dict[str, Any] = {"kind": type(self.rule).__name__, "state": {}}
         compression: dict[str, Any] = {}
         for bucket in self.buckets:
             rule["state"].update({name: state for name, state in bucket.rule_state().items() if state})
-            compression.update(bucket.edge_state())
-            if resumable:
-                exchange["parameters"].update(bucket.saved_exchange())
-                if bucket.in_flight is not None and not bucket.in_flight.hole:
-                    exchange["in_flight"].update(dict.fromkeys(bucket.buffer.names, bucket.in_flight.round.number))
-                    exchange["stale"] += [name for name in bucket.buffer.names if name in bucket.stale]
-        return {
-            "round": self.round,
-            "factor": self.factor,
-            "rule": rule,
-            "compression": compression,
-            "exchange": exchange if resumable else None,
-        }
+            compression.update(bucket.compression_state())
+        return {"round": self.round, "factor": self.factor, "rule": rule, "compression": compression}
 
     def check_rule_state(self, saved: Mapping[str, Any]) -> None:
         """Checks that the saved state of a rule belongs to this rule.
@@ -480,54 +414,3 @@ class Engine:
                 f"the rule was {saved['kind']} when this was saved, and is {kind} now: its state does not fit. Use the "
                 "same rule, or load the parameters alone (load_state_dict)."
             )
-
-    def prepare(self, bucket: Bucket, state: Mapping[str, Any], *, resumed: bool) -> bytes | None:
-        """Loads the result of ``state_dict`` into a new bucket, whose tensors need not have their values yet.
-
-        Args:
-            resumed: whether all workers resume the exchange.
-
-        Returns:
-            The hint of the exchange in flight; None if none is.
-
-        Raises:
-            ValueError: the state does not fit; names the tensor.
-        """
-        if state["rule"]["state"]:
-            bucket.load_rule_state(state["rule"]["state"])
-        bucket.load_edge_state(state["compression"])
-        if not resumed:
-            return None
-        round_ = _resumed_round(bucket, state)
-        edge = None if round_ is None else bucket.topology.get_edge(round_)
-        sending = edge is not None and len(edge.ranks) > 1
-        if round_ is not None and edge is not None and sending:
-            self._begin(bucket, round_, edge)
-        return bucket.load_exchange(state["exchange"]["parameters"], sending=sending)
-
-    @torch.no_grad()
-    def resume(self, state: Mapping[str, Any], hints: Iterable[bytes | None]) -> None:
-        """Sends the loaded messages again.
-
-        Args:
-            state: the result of ``state_dict``; round and factor are set already.
-            hints: the results of ``prepare``, one per bucket.
-        """
-        self.started = self.round - 1
-        stale = set(state["exchange"]["stale"])
-        for bucket, hint in zip(self.buckets, hints, strict=True):
-            number = _resumed_round(bucket, state)
-            if number is not None:
-                round_, edge = Round(number), bucket.topology.get_edge(number)
-                if hint is None:
-                    bucket.in_flight = InFlight(round_, edge)
-                else:
-                    self._send(bucket, round_, edge, bucket.values, hint, coded=True)
-            bucket.stale = stale & set(bucket.buffer.names)
-
-
-def _resumed_round(bucket: Bucket, state: Mapping[str, Any]) -> int | None:
-    """The round of the saved exchange in flight of these tensors; None if there is none, or it was of other buckets."""
-    rounds = {state["exchange"]["in_flight"].get(name) for name in bucket.buffer.names}
-    number = rounds.pop() if len(rounds) == 1 else None
-    return number if number is not None and Topology.mixes(bucket.topology, number) else None

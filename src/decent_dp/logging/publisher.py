@@ -14,7 +14,7 @@ from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from decent_dp.checkpoint.trained import Trained, replica_of
+from decent_dp.checkpoint.saver import Trained, replica_of
 from decent_dp.logging.status import BEAT, FolderEntries, Status, StoreEntries, open_folder
 from decent_dp.replica.replica import Listener, Replica
 from decent_dp.transport.store import server_of

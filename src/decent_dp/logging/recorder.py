@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from decent_dp._checks import check_bool, check_integer, install_hint, to_float
-from decent_dp.checkpoint.trained import Trained, replica_of
+from decent_dp.checkpoint.saver import Trained, replica_of
 from decent_dp.logging.publisher import publish
 from decent_dp.replica.consistency import check_consistency
 from decent_dp.replica.replica import Replica

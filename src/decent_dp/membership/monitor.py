@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
-from concurrent import futures
 
-from decent_dp.engine import Engine
-from decent_dp.errors import PeerLostError, PeerTimeoutError
+from decent_dp.errors import PeerLostError
 from decent_dp.faults import Roster, Tolerate
 from decent_dp.membership.epoch_store import Epoch
 from decent_dp.membership.epochs import Epochs
@@ -34,7 +32,6 @@ class MembershipMonitor:
     Attributes:
         neighbours, faults, epochs: those given.
         callbacks: called with the old and the new roster when an epoch begins.
-        joins: how many times all workers have left ``join()``.
     """
 
     def __init__(self, transport: Transport, neighbours: Neighbours, faults: Tolerate, epochs: Epochs | None) -> None:
@@ -53,7 +50,6 @@ class MembershipMonitor:
         # Since when this worker hears no other one, though some may live.
         self._cut_off_since: float | None = None
         self._waits = False
-        self.joins = 0
         # ``Roster.start`` and ``Roster.dealt`` where the members stay the same.
         self._origin = 0, 0
         # The largest number of members so far.
@@ -202,36 +198,6 @@ class MembershipMonitor:
             ", ".join(map(str, epoch.members)),
         )
 
-    def join(self, engine: Engine, mix_only: Callable[[], None], reach_boundary: Callable[[], None]) -> None:
-        """Makes rounds with those that still train, until all living workers have come here.
-
-        Args:
-            mix_only: makes a round.
-            reach_boundary: called between two looks at the others, if there is no round to be made.
-        """
-        neighbours, name = self.neighbours, f"join/{self.joins}"
-        consensus = neighbours.consensus
-        all_are_here, deadline = consensus.propose(name, ""), time.monotonic() + self._transport.timeout
-        while not all_are_here.done():
-            if time.monotonic() > deadline:
-                raise PeerTimeoutError(
-                    f"{_named(set(consensus.missing(name)))} not in join(), and no worker has made a round within the process "
-                    f"group's timeout of {self._transport.timeout:g} s: join() goes around the loop on every worker."
-                )
-            # A round that nobody else has begun would be of no use to anybody.
-            if max(map(neighbours.round_of, neighbours.living()), default=-1) >= engine.round:
-                mix_only()
-                deadline = time.monotonic() + self._transport.timeout
-            else:
-                futures.wait([all_are_here], _PAUSE)
-                self.look(engine.round)
-                reach_boundary()
-        if self._transport.rank not in all_are_here.result().texts:
-            raise PeerLostError(
-                f"the others took worker {self._transport.rank} for gone, and have left join() without it. End this process."
-            )
-        self.joins += 1
-
     # -- processes that join ------------------------------------------------------------------------------------------
 
     def is_free(self, rank: int, incarnation: int) -> bool:
@@ -260,10 +226,10 @@ class MembershipMonitor:
         known = {} if epoch is None else epoch.incarnations
         return {rank: known.get(rank, 0) for rank in ranks if rank != self._transport.rank}
 
-    def enter(self, epoch: Epoch, joins: int) -> None:
-        """This process is a member from this epoch on. ``joins``: of another member."""
+    def enter(self, epoch: Epoch) -> None:
+        """This process is a member from this epoch on."""
         assert self.epochs is not None
-        before, self.joins = self.roster, joins
+        before = self.roster
         self.epochs.enter(epoch)
         self._coming = epoch, before
 

@@ -83,7 +83,7 @@ class Host(Listener):
             if not self._replica.engine.exchanges and len(self._monitor.members) > 1:
                 raise RuntimeError("this worker has not mixed yet")
             # What is in flight, and what edges have learned, is between this worker and others.
-            snapshot = {**take(self._replica), "exchange": None, "compression": {}, "grads": {}}
+            snapshot = {**take(self._replica, settled=False), "compression": {}, "grads": {}}
             bucket, epochs = self._replica.engine.first_bucket, self._monitor.epochs
             known = None if epochs is None else epochs.known
             state = {"first_bucket": bucket, "epoch": known, "snapshot": snapshot}
@@ -206,7 +206,7 @@ class Host(Listener):
             raise
         _log.info("worker %d has joined, in epoch %d", rank, epoch.number)
         calls, bucket = self._replica.everyone.control.calls, self._replica.engine.first_bucket
-        answer = {"calls": calls, "joins": monitor.joins, "first_bucket": bucket}
+        answer = {"calls": calls, "joins": self._replica.joins, "first_bucket": bucket}
         say(stream, {"epoch": epoch.number, "text": epoch.text, **answer})
 
 

@@ -65,6 +65,23 @@ class Mean:
         self.backup = [pair for pair in self.backup or () if id(pair[0]) not in released]
 
     @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside, the tensors have the replica's own values, which may be changed; afterwards they are the mean again."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        self._locate()
+        for tensor, value in self.backup or ():
+            present = local(tensor).clone()
+            local(tensor).copy_(value)
+            value.copy_(present)
+
+    @contextlib.contextmanager
     def preserved(self, tensors: Iterable[Tensor]) -> Iterator[None]:
         """Restores the present values of ``tensors`` at the end of the with-block.
 

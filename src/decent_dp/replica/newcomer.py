@@ -104,7 +104,8 @@ class _Newcomer:
         if answer["first_bucket"] != replica.engine.first_bucket:  # the others have loaded another state in the meantime
             self.fetch()
         fetched = replica.engine.round
-        monitor.enter(epoch, answer["joins"])
+        monitor.enter(epoch)
+        replica.joins = answer["joins"]
         others = {rank: epoch.incarnations.get(rank, 0) for rank in epoch.members if rank != own}
         first = max(epoch.start, fetched)
         with monitor.neighbours.paused():

@@ -12,7 +12,6 @@ import math
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.util import Finalize
 from typing import Any, ClassVar
@@ -25,7 +24,7 @@ from decent_dp._checks import check_integer
 from decent_dp._sizes import MIB
 from decent_dp.arguments import FLOAT_DTYPES
 from decent_dp.compression import check_compression
-from decent_dp.engine import Bucket, Engine
+from decent_dp.engine import Bucket, Edit, Engine
 from decent_dp.faults import Roster
 from decent_dp.membership import Epochs, MembershipMonitor
 from decent_dp.replica.averaging import average_parts_, check_finite, mean_square_distance
@@ -39,15 +38,13 @@ from decent_dp.replica.registry import register
 from decent_dp.replica.shutdown import passing_error, shut_down
 from decent_dp.replica.statistics import Statistics, tell_drifts, tell_replicas
 from decent_dp.replica.stats import Stats
+from decent_dp.replica.uneven import finish_together
 from decent_dp.topo.epochs import EpochTopology
-from decent_dp.transport import Handle, NewcomerTransport, Transport
+from decent_dp.transport import NewcomerTransport, Transport
 
 __all__ = ["Listener", "Replica"]
 
 _log = logging.getLogger(__name__)
-
-# The largest number of join's flags in flight, which bounds how far a worker can run ahead of the slowest one.
-_FLAGS_IN_FLIGHT = 32
 
 
 class Listener:
@@ -84,10 +81,11 @@ class Replica(ABC):
         mean: the backup while the replica holds the mean.
         listeners: notified of every round.
         optimizers: the ones that train this replica.
+        edits: by bucket number, what its optimizer does with the sum that is mixed in.
         cadence: in which rounds calls of all workers are due.
         scaler: the GradScaler of its loss, or None.
         steps: optimizer steps taken.
-        joining: whether it is inside ``join``, where every round tells the others that this worker is active.
+        joining: whether it is inside ``join``. ``joins``: how often all workers have left it.
         closed: whether rounds are over.
         superseded: whether it was closed because a newer replica took the model over.
         monitor: the other workers, where faults are tolerated.
@@ -125,13 +123,14 @@ class Replica(ABC):
         self.listeners: list[Listener] = []
         self.cadence = Cadence()
         self.optimizers: list[Optimizer] = []
+        self.edits: Mapping[int, Edit | None] = {}
         self.scaler: torch.amp.GradScaler | None = None
         self.steps = 0
         self.joining = False
         self.closed, self._handled = False, id(sys.exc_info()[1])
         self.superseded = False
         self._on_cuda = any(param.is_cuda for param in self.parameters.params)
-        self._flags: deque[Handle] = deque()
+        self.joins = 0
         self._fault: BaseException | None = None
         self._module_hooks = ModuleHooks(model, self)
         register(self)
@@ -180,13 +179,9 @@ class Replica(ABC):
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
-    def begin_round(self, *, active: bool = True) -> None:
-        """Called before any bucket is used. ``active``: this worker has not run out of data."""
-        if self.joining and active and self.monitor is None:
-            # The first collective of the round, because workers that have run out wait for it.
-            self._flags.append(self.transport.control.mean(torch.ones(1, dtype=torch.float32, device="cpu")))
-            if len(self._flags) > _FLAGS_IN_FLIGHT:
-                self._flags.popleft().wait()
+    def begin_round(self) -> None:
+        """Called before any bucket is used."""
+        self.everyone.announce(self.engine.round)
         if self.mean.backup is not None:  # this round makes the mean the replica's own values
             self.invalidate()
         self.rebind()
@@ -298,24 +293,18 @@ class Replica(ABC):
         try:
             yield
             self.apply_pending()
-            if self.monitor is not None:
-                self.monitor.join(self.engine, self.mix_only, self._tell_boundary)
-            while self.monitor is None and self._anybody_active():
-                self.mix_only()
+            finish_together(self.everyone, self.engine, self.joins, self.mix_only, self._between_looks)
+            self.joins += 1
         except Exception as error:
             self.everyone.report(f"{type(error).__name__} in round {self.engine.round}: {error}")
             raise
         finally:
             self.joining = False
 
-    def _anybody_active(self) -> bool:
-        """Called by a worker that has run out: whether another worker makes the next round."""
-        flag = torch.zeros(1, dtype=torch.float32, device="cpu")
-        self.transport.control.mean(flag).wait()
-        # Flags are summed in order, so all flags of this worker have been summed too.
-        while self._flags:
-            self._flags.popleft().wait()
-        return bool(flag.item() > 0)
+    def _between_looks(self) -> None:
+        if self.monitor is not None:
+            self.monitor.look(self.engine.round)
+        self._tell_boundary()
 
     @property
     def roster(self) -> Roster:
@@ -457,9 +446,10 @@ class Replica(ABC):
             # Those that were silent or late for a while are in other rounds, with as many updates.
             engine.go_to(max(rounds))
             if self.mean.backup is None:
-                # A worker in a later round may have mixed what is in flight here.
                 self.rebind()
-                engine.settle(in_flight=min(rounds) < max(rounds), seconds=0.3 * self.monitor.faults.dead_after)
+                if min(rounds) < max(rounds):  # a worker in a later round may have mixed what is in flight here
+                    for bucket in engine.buckets:
+                        engine.finish(bucket)
 
     def close(self) -> None:
         """Waits for the exchange in flight, drops it, and releases the connections; parameters stay as they are.

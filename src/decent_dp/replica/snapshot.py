@@ -1,7 +1,7 @@
 """The state of one replica at a step boundary as a dict (a snapshot), and how a replica resumes from it, bit for bit.
 
-``take`` does not wait for an exchange in flight: a worker saves the values that it has sent, and sends them again when it
-resumes. The dict has these entries, and those of the driver:
+``take`` first finishes what is in flight and mixes it in, so that the run which resumes and the one which continues both begin
+their next round with nothing in flight. The dict has these entries, and those of the driver:
 
     driver        the driver that saved it: 'wrapper' or 'gossip'
     parameters    {name: tensor}, frozen ones too; of DTensors, here and below, this worker's part
@@ -9,8 +9,9 @@ resumes. The dict has these entries, and those of the driver:
     extra_state   {module name: what its get_extra_state returns}
     grads         {name: gradient} of the parameters that have one
     steps         see ``Replica``
-    round, factor, rule, compression, exchange    see ``Engine.state_dict``
-    link          the options that the exchange in flight depends on: ``exchange`` can be resumed where they are the same
+    round, factor, rule, compression    see ``Engine.state_dict``
+
+Those of older versions also have an exchange in flight (``exchange``, ``link``), which is dropped.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import contextlib
 import copy
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping
 from reprlib import repr as brief
 from typing import Any
@@ -27,11 +29,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from decent_dp.engine import Bucket
 from decent_dp.errors import OutOfStepError
 from decent_dp.replica.consistency import call_on_all, worker_counts
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.shards import local, placed, placement
-from decent_dp.rules.base import rule_settings
 
 __all__ = [
     "ENGINE_ENTRIES",
@@ -43,11 +45,14 @@ __all__ = [
     "put_back",
     "replace_values",
     "restore",
+    "settle",
     "take",
 ]
 
+_log = logging.getLogger(__name__)
+
 # The entries of the engine and its rounds, which ``Gossip.state_dict`` has too.
-ENGINE_ENTRIES = frozenset({"driver", "steps", "round", "factor", "rule", "compression", "exchange", "link"})
+ENGINE_ENTRIES = frozenset({"driver", "steps", "round", "factor", "rule", "compression"})
 _ENTRIES = ENGINE_ENTRIES | {"parameters", "buffers", "extra_state", "grads"}
 
 _NAMES = {"wrapper": "DecentralizedDataParallel", "gossip": "gossip()"}
@@ -56,10 +61,11 @@ _NAMES = {"wrapper": "DecentralizedDataParallel", "gossip": "gossip()"}
 _WHOLE = ("growth_interval", "_growth_tracker")
 
 
-def take(replica: Replica) -> dict[str, Any]:
-    """The snapshot of a replica, at a step boundary. It needs no other worker and waits for no exchange.
+def take(replica: Replica, *, settled: bool = True) -> dict[str, Any]:
+    """The snapshot of a replica, at a step boundary. Inside ``averaged`` its own values are taken, as they are after it.
 
-    Inside ``averaged`` the replica's own values are taken, as they are after it.
+    Args:
+        settled: what is in flight is mixed in first. False: no exchange is waited for, and what is in flight is left out.
 
     Returns:
         The entries that the module's docstring names. The tensors are the replica's own: copy them before its next update.
@@ -68,6 +74,7 @@ def take(replica: Replica) -> dict[str, Any]:
         RuntimeError: inside a backward; after an update that failed; between ``global_avg`` and ``revert_global_avg``;
             after ``close``.
         ValueError: an optimizer's state cannot be saved; names it.
+        PeerLostError, PeerTimeoutError: a worker that this one exchanges with is gone or silent.
     """
     replica.refuse_closed()
     replica.reach_step_boundary("save")
@@ -79,7 +86,6 @@ def take(replica: Replica) -> dict[str, Any]:
             "after revert_global_avg(), or average for good with global_avg(will_revert=False), or save inside "
             "`with model.averaged():`, where the replica's own values are saved."
         )
-    own = {id(tensor): value for tensor, value in mean.backup or ()}
     model = replica.model
     replica.parameters.locate()
     named = list(zip(replica.parameters.names, replica.parameters.params, strict=True))
@@ -89,6 +95,9 @@ def take(replica: Replica) -> dict[str, Any]:
                 f"save was called while the gradient of '{name}' is {placement(param.grad)}, and the parameter "
                 f"{placement(param)}: a sum over workers is pending, and would be lost. Call save after optimizer.zero_grad()."
             )
+    if settled:
+        settle(replica)
+    own = {id(tensor): value for tensor, value in mean.backup or ()}
     return {
         "parameters": {name: own.get(id(param), local(param).detach()) for name, param in model.named_parameters()},
         "buffers": {name: own.get(id(buffer), local(buffer).detach()) for name, buffer in model.named_buffers()},
@@ -99,28 +108,22 @@ def take(replica: Replica) -> dict[str, Any]:
     }
 
 
+def settle(replica: Replica) -> None:
+    """Finishes what is in flight and mixes it in now. Inside ``averaged`` that changes the replica's own values.
+
+    It waits for messages of this and earlier rounds, and for no call of the other workers.
+    """
+    engine = replica.engine
+    with replica.faults(), torch.inference_mode(False):
+        replica.rebind()
+        with replica.mean.suspended():
+            for bucket in engine.buckets:
+                engine.finish(bucket, replica.edits.get(bucket.number)).raise_if_failed()
+
+
 def engine_entries(replica: Replica) -> dict[str, Any]:
     """The entries ``ENGINE_ENTRIES`` of a snapshot."""
-    engine = replica.engine
-    return {"driver": replica.KIND, "steps": replica.steps, **engine.state_dict(), "link": _link(replica, engine.round)}
-
-
-def _link(replica: Replica, round_: int) -> dict[str, Any]:
-    """All that the exchange before round ``round_`` depends on, as JSON."""
-    specs = [[spec.name, list(spec.shape), list(spec.stride), str(spec.dtype)] for spec in replica.parameters.specs]
-    edge = replica.topology.get_edge(round_ - 1) if round_ else None
-    statistics = replica.statistics.digest()
-    return {
-        "rank": replica.transport.rank,
-        "topology": replica.topology.fingerprint(),
-        "mix_every": int(replica.settings.mix_every),
-        "overlap": replica.settings.overlap,
-        "compression": replica.settings.compression,
-        "rule": rule_settings(replica.engine.rule),
-        "parameters": hashlib.sha256(json.dumps(specs).encode()).hexdigest()[:16],
-        **({"statistics": statistics} if statistics else {}),
-        "edge": None if edge is None else [list(edge.ranks), edge.weight],
-    }
+    return {"driver": replica.KIND, "steps": replica.steps, **replica.engine.state_dict()}
 
 
 # -- resuming --------------------------------------------------------------------------------------------------------------
@@ -151,8 +154,7 @@ def begin_load(replica: Replica) -> None:
 def put_back(replica: Replica, snapshot: dict[str, Any]) -> None:
     """The replica resumes from a snapshot of this or another run, which is not changed. Called by all workers.
 
-    New buckets are made. The exchange in flight is finished and dropped. The saved one is sent again if every worker can resume
-    it. Otherwise all drop it: the mean over workers stays, and the next exchange makes up for it.
+    New buckets are made. The exchange in flight is finished and dropped.
 
     Raises:
         RuntimeError: as `begin_load`.
@@ -197,20 +199,15 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None], 
     with torch.inference_mode(False), torch.no_grad():
         control = replica.everyone.control
 
-        def fits() -> tuple[bool, list[str]]:
+        def fits() -> str:
             check()
-            # As text: tensors have no equality. Ranks and weights of the user's topology may be NumPy's.
-            links = state["link"], _link(replica, state["round"])
-            saved, own = (json.dumps(link, sort_keys=True, default=lambda value: value.item()) for link in links)
-            exchange = state["exchange"] if saved == own else None
-            parts = state.get("order"), sorted(exchange["in_flight"].items()) if exchange is not None else []
-            return exchange is not None, [hashlib.sha256(json.dumps(part).encode()).hexdigest() for part in parts]
+            return hashlib.sha256(json.dumps(state.get("order")).encode()).hexdigest()
 
-        fit, digests = call_on_all(control, fits)
-        resumed = _compare(replica, state["round"], fit, digests)
+        order = call_on_all(control, fits)
+        _compare(replica, state["round"], order)
         undo = contextlib.ExitStack()
         try:
-            buckets, hints = call_on_all(control, lambda: _prepare(replica, state, resumed, undo))
+            buckets = call_on_all(control, lambda: _prepare(replica, state, undo))
         except BaseException:
             undo.close()
             raise
@@ -224,21 +221,22 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None], 
             if not state["rule"]["state"]:
                 engine.mark_stale()  # the rule's state is reset to these values
                 engine.renew()
-            if resumed:
-                engine.resume(state, hints)
+        if "exchange" in state:
+            _log.warning("an older version has saved this: what was in flight is dropped, which leaves the mean as it is")
 
 
-def _prepare(
-    replica: Replica, state: dict[str, Any], resumed: bool, undo: contextlib.ExitStack
-) -> tuple[list[Any], list[bytes | None]]:
-    """New buckets, and the scale hint of each one's exchange. The user's objects load their state here, and may refuse it."""
+def _prepare(replica: Replica, state: dict[str, Any], undo: contextlib.ExitStack) -> list[Bucket]:
+    """New buckets. The user's objects load their state here, and may refuse it."""
     buckets = replica.prepare_load(state, undo)
-    hints = [replica.engine.prepare(bucket, state, resumed=resumed) for bucket in buckets]
+    for bucket in buckets:
+        if state["rule"]["state"]:
+            bucket.load_rule_state(state["rule"]["state"])
+        bucket.load_compression_state(state["compression"])
     modules = _with_extra_state(replica.model)
     for name, value in state.get("extra_state", {}).items():
         undo.callback(modules[name].set_extra_state, copy.deepcopy(modules[name].get_extra_state()))
         modules[name].set_extra_state(copy.deepcopy(value))
-    return buckets, hints
+    return buckets
 
 
 def _check(replica: Replica, snapshot: dict[str, Any]) -> None:
@@ -265,40 +263,24 @@ def _check(replica: Replica, snapshot: dict[str, Any]) -> None:
 
 def check_engine_state(replica: Replica, state: Mapping[str, Any]) -> None:
     """Raises ValueError if ``steps`` or an entry of ``Engine.state_dict`` is malformed, or the rule is another one."""
-    exchange, rule = state["exchange"], state["rule"]
+    rule = state["rule"]
     for what, fits in {
         "steps": type(state["steps"]) is int and 0 <= state["steps"] < 2**62,  # tensors have int64
         "round": type(state["round"]) is int and 0 <= state["round"] < 2**62,
         "factor": type(state["factor"]) is float and 0.0 <= state["factor"] <= 1.0,
         "rule": isinstance(rule, dict) and rule.keys() == {"kind", "state"} and isinstance(rule["state"], dict),
         "compression": isinstance(state["compression"], dict),
-        "exchange": exchange is None or _is_exchange(exchange),
     }.items():
         if not fits:
             raise ValueError(f"this is not a snapshot of a replica: its '{what}' is {brief(state[what])}")
     replica.engine.check_rule_state(rule)
 
 
-def _is_exchange(exchange: Any) -> bool:
-    return (
-        isinstance(exchange, dict)
-        and exchange.keys() == {"parameters", "stale", "in_flight"}
-        and isinstance(exchange["parameters"], dict)
-        and isinstance(exchange["stale"], list)
-        and all(isinstance(name, str) for name in exchange["stale"])
-        and isinstance(exchange["in_flight"], dict)
-        and all(isinstance(name, str) and type(number) is int for name, number in exchange["in_flight"].items())
-    )
-
-
-def _compare(replica: Replica, round_: int, fits: bool, digests: list[str]) -> bool:
-    """Compares the workers' states. Returns whether all can resume the exchange in flight; ``fits``: this one can.
-
-    ``digests``: of the order of this worker's parameters, and of what it has in flight.
-    """
-    engine, (order, sending) = replica.engine, digests
+def _compare(replica: Replica, round_: int, order: str) -> None:
+    """Compares the workers' states; ``order``: a digest of the order of this worker's parameters."""
+    engine = replica.engine
     now = engine.round if engine.buckets else None
-    found = replica.everyone.control.gather([round_, order, fits, now, sending])
+    found = replica.everyone.control.gather([round_, order, now])
     if len({round_ for round_, *_ in found}) > 1:
         counts = worker_counts([round_ for round_, *_ in found])
         raise OutOfStepError(
@@ -306,13 +288,12 @@ def _compare(replica: Replica, round_: int, fits: bool, digests: list[str]) -> b
         )
     if len({order for _, order, *_ in found}) > 1:
         raise ValueError("the workers' snapshots have their parameters in different orders: they are not of one run")
-    running = [now for *_, now, _ in found]
+    running = [now for *_, now in found]
     if len(set(running)) > 1:
         raise OutOfStepError(
             f"loading needs all workers at the same update, and they have made different numbers ({worker_counts(running)}): "
             "start the workers again, and load then."
         )
-    return all(fits for _, _, fits, *_ in found) and len({in_flight for *_, in_flight in found}) == 1
 
 
 def _write(replica: Replica, snapshot: dict[str, Any]) -> None:

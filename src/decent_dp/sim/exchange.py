@@ -249,7 +249,7 @@ class CompressedExchange(SimulatedExchange):
         hints = {rank: buckets[rank].compression.hint(own) for rank, own in proposals.items()} if needs_hints else {}
         for edge in edges:
             for rank in edge.ranks:
-                buckets[rank].in_flight = InFlight(round_, edge, hints.get(rank, b""))
+                buckets[rank].in_flight = InFlight(round_, edge)
             if len(edge.ranks) > 1:
                 self._exchange(edge, t, buckets, proposals, hints)
 

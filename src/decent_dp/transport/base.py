@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -60,7 +61,6 @@ class ExchangeRequest:
         hint: this worker's scale hint for the exchange.
         rank: this worker's.
         exchange_id: which exchange it is.
-        coded: ``sent`` was written before the run was resumed, and is sent as it is.
     """
 
     compression: Compression
@@ -70,15 +70,10 @@ class ExchangeRequest:
     hint: bytes
     rank: int
     exchange_id: ExchangeId
-    coded: bool = False
 
     def encode(self, hints: Sequence[bytes]) -> Iterator[int]:
         """Writes ``sent`` front to back, given the others' hints; yields how many bytes of it are final."""
         message_id = MessageId(self.exchange_id.round, self.rank)
-        if self.coded:
-            self.compression.resume(self.sent, message_id, [self.hint, *hints])
-            yield self.compression.nbytes
-            return
         steps = self.compression.encode(self.values, self.sent, message_id, [self.hint, *hints])
         while True:
             with torch.no_grad():  # not around the yield: the caller would go on without gradients
@@ -107,7 +102,6 @@ class Verdict(enum.Enum):
 
     BOTH = "all members mix it"
     NEITHER = "no member mixes it: one is gone or silent, or leaves it out"
-    OPEN = "this worker has the other's message, and does not know whether the other has this worker's"
 
 
 class Handle(ABC):
@@ -115,7 +109,7 @@ class Handle(ABC):
 
     Attributes:
         bytes_sent: the bytes that this worker puts on the wire for it, without flags.
-        verdict: after ``wait``. It is BOTH unless faults are tolerated (``Transport.tolerate``); OPEN may change later.
+        verdict: after ``wait``. It is BOTH unless faults are tolerated (``Transport.tolerate``).
         flags: after ``wait``, ``Compression.flag`` of the message sent and the largest of those received, if the transport
             knows them. On a GPU that costs less than to read them from the messages. None: read those.
     """
@@ -215,19 +209,54 @@ class Transport(ABC):
     def control(self) -> Control: ...
 
     @abstractmethod
+    def agree(self, name: str, text: str, what: str = "", *, asks: bool = False) -> Future[Mapping[int, str]]:
+        """Contributes to an agreement: each worker contributes a text, and all get the same texts. Any thread may call it.
+
+        Args:
+            name: a kind, a slash, and a number that grows; the same on all workers.
+            what: needs the agreement, for errors.
+            asks: the others are to learn of it at once (``is_asked``).
+
+        Returns:
+            The texts by rank, in ascending order. With ``tolerate`` of all that live; without this worker's if the others have
+            taken it for gone. Else it fails with a PeerLostError, on all workers, if one is gone.
+        """
+
+    @abstractmethod
+    def is_asked(self, name: str) -> bool:
+        """Whether another worker wants all to contribute to an agreement at once."""
+
+    @abstractmethod
+    def missing(self, name: str) -> list[int]:
+        """The workers that an agreement waits for, as far as this one knows."""
+
+    @abstractmethod
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         """Begins the exchange of this worker with the others of ``edge`` (at least two ranks), beside the computation.
 
         The others get the request's hint. It is encoded, perhaps by another thread, as soon as theirs are there. After the
         handle's ``wait``, ``received`` holds the other's message on an edge of two, and on a larger one the message of the mean
         of all members, or the messages of all others if the compression ``gathers``. Until then both messages belong to the
-        transport. Every member starts its exchanges in the same order of (round, bucket), with messages of one length.
+        transport. Every member starts its exchanges in the same order of (round, bucket), with messages of one length. One
+        of a bucket begins when the one before has been waited for, and has a larger round.
         """
 
     @abstractmethod
     def lost(self) -> list[int]:
         """The workers that are gone, as far as this one is connected to them. With ``tolerate`` also those that have left, or
         are silent for long."""
+
+    def begin(self, bucket: int) -> None:
+        """Buckets from this number on are in use, and rounds may be earlier ones. Called by all workers together."""
+        return
+
+    def announce(self, round_: int) -> None:
+        """This worker is in a round; the others learn of it."""
+        return
+
+    @abstractmethod
+    def newest_round(self) -> int:
+        """The latest round in which another living worker is known to be; -1 if nothing is known."""
 
     def tolerate(self, faults: Tolerate) -> Neighbours:
         """From now on exchanges with workers that are gone or silent end with a verdict and not with an error.

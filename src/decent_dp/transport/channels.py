@@ -202,7 +202,7 @@ class Link:
             its exchanges move.
         round: the latest round in which the peer is known to be; ``epoch``: the newest that it is known to know.
         start: the first round of a peer that has joined.
-        votes, pairs: where faults are tolerated: of the exchanges with the peer, and the open ones by bucket.
+        votes, pairs: of the exchanges with the peer, and the open ones by bucket.
         hints: by bucket: the last one sent, and its key, to be sent again on a new connection.
         refused: nobody listens at the peer's address, since the connection was lost.
         lost: why it was, until it is made again. ``losses``: how often.
@@ -229,7 +229,7 @@ class Link:
         self.hints: dict[int, tuple[Key, bytes]] = {}
         self.closed: str | None = None
         self.cause: BaseException | None = None
-        self.lost: str | None = None
+        self.lost: OSError | None = None
         self.losses = Repeats(_OFTEN)
         self.patience, self._waited_in = math.inf, -1
         # By bucket: the seconds from when both were in an exchange until its end. Tuples, as two threads look at them: a deque
@@ -238,6 +238,10 @@ class Link:
         self._break, self._left_out, self._late_round, self._resting = 0, 0, -1, -1
         self.sendings: dict[Key, Sending] = {}
         self.receivings: dict[Key, Receiving] = {}
+
+    @property
+    def why_lost(self) -> BaseException:
+        return self.cause or self.lost or ConnectionError(self.closed or "closed by the peer")
 
     def enter(self, state: LinkState) -> None:
         self.state, self.since = state, time.monotonic()
@@ -259,6 +263,7 @@ class Link:
         self.told, self.busy = later(self.told), later(self.busy)
         for pair in self.pairs.values():
             pair.opened, pair.joined, pair.busy = later(pair.opened), later(pair.joined), later(pair.busy)
+            pair.voted = later(pair.voted)
 
     def forget_rounds(self) -> None:
         """Rounds may be earlier ones from now on."""

@@ -9,12 +9,32 @@ from collections.abc import Callable
 from decent_dp.transport.link import Key
 from decent_dp.transport.messages import ACK, BLOCKS
 
-__all__ = ["Courier"]
+__all__ = ["Courier", "Couriers"]
 
 # Blocks that are sent before the first of them is acknowledged.
 _WINDOW = 2
+# Bits of a collective's number that count within a channel.
+_CHANNEL = 56
 # Seconds between two calls of ``check`` of a call that waits.
 _CHECK = 0.05
+
+
+class Couriers:
+    """One for each channel: collectives of other members, or of another time, which have numbers of their own. Any thread."""
+
+    def __init__(self, send: Callable[[int, Key, bytes], None]) -> None:
+        self._send = send
+        self._couriers: dict[int, Courier] = {}
+
+    def of(self, channel: int) -> Courier:
+        return self._couriers.setdefault(channel, Courier(self._send, channel << _CHANNEL))
+
+    def hear(self, peer: int, key: Key, block: bytes) -> None:
+        self.of(key[0] >> _CHANNEL).hear(peer, key, block)
+
+    def reconnected(self, peer: int) -> None:
+        for courier in list(self._couriers.values()):
+            courier.reconnected(peer)
 
 
 class Courier:
@@ -25,10 +45,11 @@ class Courier:
 
     Args:
         send: sends a note to a worker; any thread may call it.
+        base: is added to the numbers of collectives.
     """
 
-    def __init__(self, send: Callable[[int, Key, bytes], None]) -> None:
-        self._send = send
+    def __init__(self, send: Callable[[int, Key, bytes], None], base: int = 0) -> None:
+        self._send, self._base = send, base
         self._changed = threading.Condition()
         self._number = -1
         # By worker: blocks that were sent and not acknowledged, by their number; and how many were sent.
@@ -45,7 +66,7 @@ class Courier:
     def begin(self, number: int) -> None:
         """Begins a collective, and drops what is left of those before."""
         with self._changed:
-            self._number = number
+            self._number = self._base + number
             for queue in (self._out, self._sent, self._in, self._came):
                 queue.clear()
             early = [(peer, key, block) for peer, blocks in self._early.items() for key, block in sorted(blocks.items())]

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import zmq
 
-from decent_dp.transport.channels import Channel, Link
+from decent_dp.transport.channels import Channel
 from decent_dp.transport.flow import Flow
 from decent_dp.transport.hello import BULK, CONTROL, CrossingError, Dialled, Identity, ReplacedError
 from decent_dp.transport.link import LinkState
@@ -34,10 +34,6 @@ _FIRST, _LAST = 0.02, 0.5
 _OTHER_FIRST = 0.5
 # The part of ``dead_after`` after which a worker counts as dead at whose address nobody listens any more.
 _ENDED = 0.3
-
-
-class _EndedError(GreetingError):
-    """A connection has ended before the peer has answered."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +110,6 @@ class Dialler:
         timeout: seconds that a worker has to answer.
         goes_first: whether this worker dials another one at once.
         on_error: ends this worker with an error of another thread.
-        refused: where faults are not tolerated: called with a peer that cannot be reached, and the error.
     """
 
     def __init__(
@@ -130,23 +125,23 @@ class Dialler:
         timeout: float,
         goes_first: Callable[[int], bool],
         on_error: Callable[[Exception], None],
-        refused: Callable[[int, Exception], None],
     ) -> None:
         self._flow, self._poll, self._sockets = flow, poll, sockets
         self._identity, self._secret, self._curve = identity, secret, curve
         self._find, self._call, self._timeout = find, call, timeout
-        self._goes_first, self._on_error, self._refused = goes_first, on_error, refused
+        self._goes_first, self._on_error = goes_first, on_error
         # When each peer is dialled next; infinite while it is being dialled.
         self._due: dict[int, float] = {}
         self._pauses: dict[int, float] = {}
-        self._failed_at: dict[int, float] = {}
+        self._wanted_at: dict[int, float] = {}
         self._attempts: dict[int, Attempt] = {}
         self._visits: list[Attempt] = []
 
     def want(self, peer: int) -> None:
         """A connection is needed. It is tried until it is there, or the peer is gone."""
-        waits = self._flow.link(peer).state is LinkState.NEW and not self._goes_first(peer)
-        self._due.setdefault(peer, time.monotonic() + _OTHER_FIRST if waits else 0.0)
+        now, waits = time.monotonic(), self._flow.link(peer).state is LinkState.NEW and not self._goes_first(peer)
+        self._wanted_at.setdefault(peer, now)
+        self._due.setdefault(peer, now + _OTHER_FIRST if waits else 0.0)
 
     def look(self) -> float:
         """Dials whom it is time to dial. Returns when to look again, on the monotonic clock; infinite: when something comes."""
@@ -171,7 +166,7 @@ class Dialler:
     def _forget(self, peer: int) -> None:
         del self._due[peer]
         self._pauses.pop(peer, None)
-        self._failed_at.pop(peer, None)
+        self._wanted_at.pop(peer, None)
         self.cancel(peer)
 
     def _look_up(self, peer: int) -> None:
@@ -233,8 +228,7 @@ class Dialler:
             what = (
                 "it does not accept the key of this worker" if failed else "the connection has ended (it may have another key)"
             )
-            kind = GreetingError if failed else _EndedError
-            self._end(end.attempt, kind(f"worker {end.attempt.peer} cannot be greeted: {what}"))
+            self._end(end.attempt, GreetingError(f"worker {end.attempt.peer} cannot be greeted: {what}"))
 
     def fail(self, end: End, error: Exception) -> None:
         """Something else than a worker of this version answers."""
@@ -302,7 +296,6 @@ class Dialler:
     def _connected(self, peer: int, other: Identity, channels: list[Channel]) -> None:
         link = self._flow.link(peer)
         self._due[peer] = time.monotonic() + _LAST  # if this one is lost at once
-        self._failed_at.pop(peer, None)
         is_same = link.uid in (b"", other.uid) and link.incarnation == other.incarnation
         if link.state in (LinkState.OPEN, LinkState.GONE) or not is_same:
             for channel in channels:
@@ -321,28 +314,20 @@ class Dialler:
         self._try_again(peer)
         if link.state is LinkState.OPEN or isinstance(error, CrossingError):
             return
+        link.lost = error if isinstance(error, OSError) else ConnectionError(str(error))
         is_refused = isinstance(error, UnreachableError) and error.is_refused
-        if self._flow.tolerant:
-            self._note_failure(link, is_refused=is_refused, is_greeting=isinstance(error, (GreetingError, TimeoutError)))
-            return
-        ago = time.monotonic() - self._failed_at.setdefault(peer, time.monotonic())
-        # A worker that is there, and cannot be reached from here, may get through itself, if it needs this one, too, by now.
-        may_come = isinstance(error, UnreachableError) and not link.network.local
-        # One whose interpreter was busy for as long as a handshake may take.
-        is_busy = isinstance(error, _EndedError)
-        if not (may_come or is_busy) or ago >= self._timeout:
-            self._due.pop(peer, None)
-            self._refused(peer, error)
-
-    def _note_failure(self, link: Link, *, is_refused: bool, is_greeting: bool) -> None:
+        is_greeting = isinstance(error, (GreetingError, TimeoutError))
         if is_refused and link.network.local:
             self._flow.give_up(link, "nobody listens at its address")
         elif is_refused and link.state is LinkState.BROKEN:
             # Its process has ended, or a firewall answers in its place: it counts as dead sooner than one that is silent.
             if not link.refused:
-                ago = (1 - _ENDED) * (self._flow.dead_after or 0.0)
+                ago = (1 - _ENDED) * self._flow.dead_after
                 link.heard = min(link.heard, time.monotonic() - ago)
             link.refused = True
-        elif link.state is LinkState.NEW and (not is_greeting or self._goes_first(link.peer)):
-            link.enter(LinkState.BROKEN)
-            link.heard = link.since
+        elif link.state is LinkState.NEW:
+            wanted_at = self._wanted_at.get(peer, link.since)
+            # Where a greeting fails, the peer may get through itself, if it needs this worker, too, by now.
+            if not is_greeting or self._goes_first(peer) or time.monotonic() - wanted_at >= self._timeout:
+                link.enter(LinkState.BROKEN)
+                link.heard = wanted_at

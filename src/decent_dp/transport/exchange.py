@@ -14,7 +14,7 @@ from torch import Tensor
 from decent_dp.topo import Edge
 from decent_dp.transport.base import ExchangeId, ExchangeRequest, Explain, Handle
 from decent_dp.transport.groups import BufferPool, GroupExchange, bytes_of
-from decent_dp.transport.handles import WHOLE, SettledHandle, Timeout, WireHandle, key_of
+from decent_dp.transport.handles import WHOLE, AllNeeded, PeerExplain, Policy, WireHandle, key_of
 from decent_dp.transport.link import Pair, Receiving, Sending
 from decent_dp.transport.messages import HINT
 from decent_dp.transport.reduction_tree import group_by_node
@@ -41,11 +41,15 @@ class WireExchanges:
         node_of: the name of each worker's node.
         waiter: its thread waits for GPUs.
         timeout: seconds without any progress after which a wait fails.
+
+    Attributes:
+        policy: what it means if an exchange has no result.
     """
 
     def __init__(self, wire: Wire, rank: int, node_of: Sequence[str], waiter: Waiter, timeout: float, explain: Explain) -> None:
         self._wire, self._rank, self._node_of = wire, rank, node_of
-        self._waiter, self._timeout, self._explain = waiter, Timeout(timeout), explain
+        self._waiter, self._explain = waiter, explain
+        self.policy: Policy = AllNeeded(wire, timeout)
         self._pool = BufferPool()
         # By round and group: the number of the next chunk.
         self._counted: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -53,26 +57,21 @@ class WireExchanges:
         # By bucket, of tensors on a GPU: an event, when its last message has been copied.
         self._copied: dict[int, Any] = {}
 
-    def connect(self, edge: Edge, exchange_id: ExchangeId, *, ahead: bool = False) -> list[int]:
-        """Makes sure that there are connections to the other members; returns them.
-
-        Args:
-            ahead: before training, when it may take its time.
-        """
-        others = sorted(rank for rank in edge.ranks if rank != self._rank)
-        for peer in others:
-            try:
-                self._wire.connect(peer, wait=ahead or self._wire.neighbours is None, ahead=ahead)
-            except (OSError, RuntimeError) as error:
-                self._wire.refuse_failed()
-                raise self._explain(error, [peer], exchange_id) from error
-        return others
+    def connect(self, edges: Sequence[Edge]) -> None:
+        """Connects this worker along ``edges``, of the rounds from 0 on, before training."""
+        found = [(t, rank) for t, edge in enumerate(edges) for rank in sorted(edge.ranks) if rank != self._rank]
+        for _, peer in found:
+            self._wire.connect(peer)
+        for t, peer in found:
+            if not self._wire.is_connected(peer):
+                self.policy.end_without(self._explains(ExchangeId(t, 0)), peer)
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
-        others = self.connect(edge, request.exchange_id)
-        arguments = request, others, self._timeout, self._wire, self._explain
-        neighbours = self._wire.neighbours
-        handle = WireHandle(*arguments) if neighbours is None else SettledHandle(*arguments, neighbours)
+        others = sorted(rank for rank in edge.ranks if rank != self._rank)
+        self._wire.refuse_failed()
+        for peer in others:
+            self._wire.connect(peer)
+        handle = WireHandle(request, others, self.policy, self._wire, self._explains(request.exchange_id))
         staging = self._stage(request, handle) if request.sent.device.type != "cpu" else None
         on_host = request if staging is None else staging.on_host
         exchange: _Swap | GroupExchange
@@ -101,7 +100,7 @@ class WireExchanges:
 
         def encode(rest: Iterator[None]) -> bool:
             """Codes the next stride; False when all is coded, or nobody waits for it any more."""
-            if isinstance(handle, SettledHandle) and handle.failed:
+            if handle.pairs and handle.failed:
                 return False
             try:
                 with profiled("decent_dp.encode"):
@@ -127,11 +126,15 @@ class WireExchanges:
             for peer in others:
                 self._wire.send_hint(peer, key, request.hint)
             self._wire.mailbox.when_hinted(others, key, _on_this_stream(schedule, request.sent))
-            if isinstance(handle, SettledHandle) and handle.failed:  # in the meantime
-                self._wire.mailbox.forget(others[0], key)
+            if handle.pairs and handle.failed:  # in the meantime
+                for peer in others:
+                    self._wire.mailbox.forget(peer, key)
         else:
             schedule([])
         return handle
+
+    def _explains(self, exchange_id: ExchangeId) -> PeerExplain:
+        return lambda error, peers: self._explain(error, peers, exchange_id)
 
     def _first_chunk(self, edge: Edge, request: ExchangeRequest) -> int:
         """The number of an exchange's first chunk among those of its group in this round.
@@ -175,7 +178,7 @@ class _Swap:
         self._wire = wire
         key, sent = key_of(request.exchange_id, WHOLE), bytes_of(request.sent)
         self.bytes_sent = len(others) * request.compression.payload(request.compression.chunks)
-        handle.expect(2 * len(others))
+        handle.expect(len(others))
         self._sendings: list[Sending] = []
         members = sorted([*others, rank])
         for peer, received in zip(others, request.received.tensor_split(len(others)), strict=True):
@@ -183,19 +186,20 @@ class _Swap:
             distance = members.index(peer) - members.index(rank) if len(members) > 2 else 0
             ahead, behind = distance % len(members), -distance % len(members)
             failed = partial(handle.fail, peer)
-            sending = Sending(peer, key, sent, handle.arrive, failed, ahead)
-            receiving = Receiving(peer, key, bytes_of(received), handle.arrive, failed, behind, sources=len(others))
+            sending = Sending(peer, key, sent, _nothing, failed, ahead)
+            receiving = Receiving(peer, key, bytes_of(received), _nothing, failed, behind, sources=len(others))
             self._sendings.append(sending)
-            if isinstance(handle, SettledHandle):
-                handle.pair = Pair(receiving, sending, handle.settle)
-                handle.neighbours.open(handle.pair)
-            else:
-                wire.receive(receiving)
-                wire.send(sending)
+            handle.pairs.append(Pair(receiving, sending, partial(handle.settle, peer)))
+        for pair in handle.pairs:
+            wire.open(pair)
 
     def encoded(self, ready: int) -> None:
         for sending in self._sendings:
             self._wire.advance(sending, ready)
+
+
+def _nothing() -> None:
+    return
 
 
 def _on_this_stream(call: Callable[[list[bytes]], None], tensor: Tensor) -> Callable[[list[bytes]], None]:

@@ -73,7 +73,7 @@ class Flow:
         hang_up: closes the connections of a link.
 
     Attributes:
-        dead_after: as of ``Tolerate``; None where faults are errors.
+        dead_after: seconds without a sign of life after which a peer is dead.
         round: the one in which this worker is; -1 before the first. ``first_bucket``: of those in use.
         paused: this worker makes no rounds at present.
         epoch: the number of the newest one that this worker knows.
@@ -91,22 +91,18 @@ class Flow:
         on_hint: Callable[[int, Key, bytes], None],
         on_open: Callable[[int], None],
         hang_up: Callable[[Link], None],
+        dead_after: float = 10.0,
     ) -> None:
         self._rank, self._local = rank, local
         self._on_call, self._on_hint, self._on_open, self._hang_up = on_call, on_hint, on_open, hang_up
         self._networks = {local: Network(local) for local in (True, False)}
         self._order = itertools.count()
         self.links: dict[int, Link] = {}
-        self.dead_after: float | None = None
+        self.dead_after = dead_after
         self.round, self.first_bucket, self.paused, self.epoch = -1, 0, False, 0
         self.reconnects = self.dropped = 0
         self.replaced = False
         self.settlement = Settlement(self)
-
-    @property
-    def tolerant(self) -> bool:
-        """Whether a lost connection is made again, and exchanges end with a verdict."""
-        return self.dead_after is not None
 
     def link(self, peer: int) -> Link:
         if peer not in self.links:
@@ -115,15 +111,15 @@ class Flow:
 
     def open(self, link: Link, uid: bytes, control: Channel, bulk: Channel) -> None:
         """Uses connections to a process of the peer, which has proven who it is."""
-        link.uid, link.control, link.bulk = uid, control, bulk
+        link.control, link.bulk = control, bulk
         control.link = bulk.link = link
         link.enter(LinkState.OPEN)
         link.heard, link.refused = link.since, False
         link.coming, link.latency = Rate(), 0.0  # it may take another, slower route
-        if self.tolerant:
-            self.reconnects += link.lost is not None
-            link.lost = None
-            self.settlement.repeat(link)
+        self.reconnects += bool(link.uid)
+        link.lost = None
+        link.uid = uid
+        self.settlement.repeat(link)
         for key, hint in link.hints.values():
             control.send(pack(START, key), hint)
         for receiving in list(link.receivings.values()):
@@ -274,7 +270,7 @@ class Flow:
             link.count_wanted(-length)
         if receiving.received == receiving.size:
             del link.receivings[receiving.key]
-            if not (self.tolerant or _is_light(link, receiving)):
+            if not (_is_mutual(receiving.key) or _is_light(link, receiving)):
                 self._start(link, receiving)  # the sender may use its memory again
             receiving.done()
 
@@ -303,7 +299,7 @@ class Flow:
             sending.offered = True
             if sending.size > SMALL and not (link.network.local or _is_mutual(sending.key)):
                 link.control.send(pack(START, sending.key, OFFERS, size=sending.size))
-        if self.tolerant and sending.ready == sending.size:
+        if sending.ready == sending.size:
             self.settlement.vote_if_complete(link, sending.key[1])
         if sending.sendable and not sending.queued:
             sending.queued = True
@@ -319,7 +315,7 @@ class Flow:
         if had > sending.arrived:
             link.moved = time.monotonic()
         sending.arrived, sending.granted = max(sending.arrived, had), max(sending.granted, upto)
-        if had == sending.size and not self.tolerant:
+        if had == sending.size and not _is_mutual(sending.key):
             del link.sendings[sending.key]
             sending.done()
         else:
@@ -355,7 +351,7 @@ class Flow:
             channel.send(header, body)
         sending.written = end
         link.moved = time.monotonic()
-        if end == sending.size and not self.tolerant and _is_light(link, sending):
+        if end == sending.size and not _is_mutual(sending.key) and _is_light(link, sending):
             del link.sendings[sending.key]
             sending.done()
 
@@ -391,6 +387,9 @@ class Flow:
         if kind in (CALL, BLOCK):
             self._on_call(link.peer, key, body)
             return
+        if kind == BEAT:
+            self._hear_beat(link, header)
+            return
         self._hear_round(link, header)
         if kind == START and key[2] == HINT:
             _bound(link, key[1])
@@ -398,21 +397,25 @@ class Flow:
         elif kind == START:
             self.settlement.join(link, key)
             self._hear_start(link, header)
-        elif kind == BEAT:
-            link.paused = bool(header.flags & PAUSES)
-            link.epoch = max(link.epoch, header.epoch)
-            link.told = time.monotonic()
-            if header.flags & MOVES:
-                link.busy = link.told
-                for pair in link.pairs.values():
-                    pair.busy = pair.busy if pair.joined else link.told
-            if header.flags & ASKS:
-                self.beat(link)
         elif kind == VOTE and header.flags == ASK:
             self.settlement.answer(link, key[0], key[1])
         elif kind == VOTE:
             _bound(link, key[1])
             self.settlement.hear(link, Vote(key[0], key[1], header.flags == GOT))
+
+    def _hear_beat(self, link: Link, header: Header) -> None:
+        begun, first_bucket, _ = header.key
+        if first_bucket >= self.first_bucket:
+            link.round = max(link.round, begun - 1)
+        link.paused = bool(header.flags & PAUSES)
+        link.epoch = max(link.epoch, header.epoch)
+        link.told = time.monotonic()
+        if header.flags & MOVES:
+            link.busy = link.told
+            for pair in link.pairs.values():
+                pair.busy = pair.busy if pair.joined else link.told
+        if header.flags & ASKS:
+            self.beat(link)
 
     def _hear_start(self, link: Link, header: Header) -> None:
         key, is_offer = header.key, bool(header.flags & OFFERS)
@@ -434,15 +437,15 @@ class Flow:
     def _forget_before(self, link: Link, key: Key) -> None:
         """Forgets STARTs of earlier rounds of a bucket, which both ends have passed: some may never be used.
 
-        Where no exchange is dropped, each is used; that of a group that waits for memory after those of later rounds.
+        Those of groups are used, perhaps after those of later rounds, as groups wait for memory.
         """
-        if len(link.early) >= 2 and self.tolerant:
+        if len(link.early) >= 2 and _is_mutual(key):
             for early in [early for early in link.early if early[1:] == key[1:] and early[0] < key[0]]:
                 del link.early[early]
 
     def send_hint(self, peer: int, key: Key, hint: bytes) -> None:
         link = self.link(peer)
-        if (self.tolerant or link.control is None) and link.state is not LinkState.GONE:
+        if link.state is not LinkState.GONE:
             link.hints[key[1]] = key, hint
         if link.control is not None:
             link.control.send(pack(START, key), hint)
@@ -466,10 +469,10 @@ class Flow:
             link.forget_rounds()
 
     def beat(self, link: Link, *, ask: bool = False) -> None:
-        """Says in which round and epoch this worker is; ``ask``: and asks for it."""
+        """Says how many rounds this worker has begun, and in which epoch it is; ``ask``: and asks for it."""
         if link.control is not None:
             flags = (ASKS if ask else 0) | (PAUSES if self.paused else 0) | (MOVES if self._moves() else 0)
-            link.control.send(pack(BEAT, (max(self.round, 0), self.first_bucket, 0), flags, epoch=self.epoch))
+            link.control.send(pack(BEAT, (self.round + 1, self.first_bucket, 0), flags, epoch=self.epoch))
 
     def _moves(self) -> bool:
         """Whether bytes of an exchange move in which both ends are. Who only waits for such a worker is not excused: so nobody
@@ -484,16 +487,14 @@ class Flow:
 
     # -- closing ------------------------------------------------------------------------------------------------------
 
-    def lose(self, link: Link, reason: str, error: BaseException | None = None) -> None:
-        """The connection was lost: where faults are tolerated it is made again, elsewhere its messages fail."""
-        if not self.tolerant:
-            self.fail(link, error or ConnectionError(reason))
-        elif link.state is LinkState.OPEN:
+    def lose(self, link: Link, reason: str, error: ConnectionError | None = None) -> None:
+        """The connection was lost. It is made again, and pairs go on; the messages of groups fail."""
+        if link.state is LinkState.OPEN:
             self._let_go(link)
             link.enter(LinkState.BROKEN)
-            link.lost = reason
+            link.lost = error or ConnectionError(reason)
+            self._fail_messages(link, link.lost)
             # Its heartbeats have come until then, whatever its interpreter did.
-            assert self.dead_after is not None
             link.heard = max(link.heard, link.since - SILENT * self.dead_after)
             if link.losses.again():
                 _log.warning(
@@ -506,11 +507,11 @@ class Flow:
                 )
 
     def give_up(self, link: Link, reason: str) -> None:
-        """Where faults are tolerated: the peer has left, or no process listens at its address any more."""
+        """The peer has left, or no process listens at its address any more."""
         self._let_go(link)
         link.closed = link.closed or reason
         link.enter(LinkState.GONE)
-        self.settlement.expire(link)
+        self.expire(link)
 
     def _let_go(self, link: Link) -> None:
         """Closes the connections. What has arrived of messages is kept for the next ones."""
@@ -524,29 +525,29 @@ class Flow:
         link.early.clear()
 
     def fail(self, link: Link, error: BaseException) -> None:
-        """Closes the connections, and fails all messages that need them.
-
-        Where faults are tolerated, a peer that sends what was not due costs no more than one that is gone.
-        """
-        link.closed = link.closed or str(error)
+        """Closes the connections for good: the peer has sent what was not due, or this worker has ended."""
         link.cause = link.cause or error
-        if self.tolerant and isinstance(error, WireError):
+        if isinstance(error, WireError):
             _log.warning("the connection to worker %d was closed for good: %s", link.peer, error)
-            self.give_up(link, str(error))
-            return
-        self._let_go(link)
-        link.enter(LinkState.GONE)
-        receivings, sendings = list(link.receivings.values()), list(link.sendings.values())
-        link.receivings.clear()
-        link.sendings.clear()
-        for message in (*receivings, *sendings):
-            # A peer that has ended needs nothing more, and libzmq reads no memory for it. It may have had the whole of it.
-            if isinstance(message, Sending) and message.written == message.size and isinstance(error, OSError):
-                message.done()
-            else:
-                message.failed(error)
-        if self.tolerant:
-            self.settlement.expire(link)
+        else:
+            for pair in link.pairs.values():
+                pair.receiving.failed(error)
+        self.give_up(link, str(error))
+
+    def expire(self, link: Link) -> None:
+        """The peer counts as dead, though it may come back."""
+        self._fail_messages(link, link.why_lost)
+        self.settlement.expire(link)
+
+    def _fail_messages(self, link: Link, error: BaseException) -> None:
+        for messages in (link.receivings, link.sendings):
+            for message in [message for message in messages.values() if not _is_mutual(message.key)]:
+                del messages[message.key]
+                # A peer that has ended needs nothing more, and libzmq reads no memory for it. It may have had all of it.
+                if isinstance(message, Sending) and message.written == message.size and isinstance(error, OSError):
+                    message.done()
+                else:
+                    message.failed(error)
 
 
 def _is_mutual(key: Key) -> bool:

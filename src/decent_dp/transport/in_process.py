@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from decent_dp.errors import PeerLostError, PeerTimeoutError, WireError
 from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
-from decent_dp.transport.agreement import Consensus, Decision
+from decent_dp.transport.agreement import View
 from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, ExchangeRequest, Handle, Transport, Verdict, written
+from decent_dp.transport.collectives import Collectives, needs_all
+from decent_dp.transport.courier import Courier, Couriers
+from decent_dp.transport.link import Key
 from decent_dp.transport.neighbours import Neighbours
 
 __all__ = ["InProcessTransport", "LocalHub", "run_replicas"]
@@ -48,6 +49,9 @@ class LocalHub:
         self._transports: Counter[int] = Counter()
         self._runs: dict[int, tuple[str, Store]] = {}
         self._agreements: dict[str, _Agreement] = {}
+        self.rounds: dict[tuple[str, int], int] = {}
+        # Of each transport, by its run and its rank.
+        self.couriers: dict[tuple[str, int], Couriers] = {}
 
     def transport(self, rank: int) -> InProcessTransport:
         return InProcessTransport(rank, self)
@@ -75,19 +79,31 @@ class LocalHub:
         with self._changed:
             return self._agreements.setdefault(name, _Agreement())
 
-    def propose(self, name: str, rank: int, text: str) -> Future[Decision]:
-        """``Neighbours.propose``."""
+    def agree(self, name: str, rank: int, text: str, among: Sequence[int] | None, *, asks: bool) -> Future[Mapping[int, str]]:
+        """``Transport.agree``. A result is kept until all have it."""
         agreement = self.agreement(name)
         with self._changed:
+            agreement.among = set(range(self.world_size) if among is None else among)
             agreement.texts[rank] = text
+            agreement.is_asked |= asks
             self._decide(agreement)
-        return agreement.decision
+            if agreement.result.done() and agreement.among <= agreement.texts.keys():
+                self._agreements.pop(name, None)
+        return agreement.result
+
+    def missing(self, name: str) -> list[int]:
+        with self._changed:
+            agreement = self._agreements.get(name, _Agreement())
+            return sorted(agreement.among - agreement.texts.keys() - self._lost)
 
     def _decide(self, agreement: _Agreement) -> None:
         ranks = agreement.texts.keys()
-        if len(ranks | self._lost) == self.world_size and not agreement.decision.done():
-            links = {rank: frozenset(ranks - {rank}) for rank in ranks}
-            agreement.decision.set_result(Decision(dict(sorted(agreement.texts.items())), links))
+        if ranks and agreement.among <= ranks | self._lost and not agreement.result.done():
+            agreement.result.set_result(dict(sorted(agreement.texts.items())))
+
+    def said(self, ranks: Sequence[int]) -> str:
+        """What these workers have reported, as sentences."""
+        return "".join(f" Worker {rank} had reported: {self.causes[rank]}" for rank in ranks if rank in self.causes)
 
     def put(self, key: Hashable, rank: int, value: object) -> None:
         """Adds the value of ``rank`` under ``key``."""
@@ -106,7 +122,7 @@ class LocalHub:
             self._changed.wait_for(lambda: not missing() or any(r in self._lost for r in missing()), self.timeout)
             if missing():
                 gone = [rank for rank in missing() if rank in self._lost]
-                said = "".join(f" Worker {r} had reported: {self.causes[r]}" for r in missing() if r in self.causes)
+                said = self.said(missing())
                 if gone:
                     raise PeerLostError(f"worker {gone[0]} is gone; it was needed for {what}.{said}")
                 raise PeerTimeoutError(
@@ -123,7 +139,9 @@ class LocalHub:
 @dataclass
 class _Agreement:
     texts: dict[int, str] = field(default_factory=dict)
-    decision: Future[Decision] = field(default_factory=Future)
+    among: set[int] = field(default_factory=set)
+    is_asked: bool = False
+    result: Future[Mapping[int, str]] = field(default_factory=Future)
 
 
 class InProcessTransport(Transport):
@@ -139,18 +157,53 @@ class InProcessTransport(Transport):
         run_id, store = hub.begin_run(rank)
         super().__init__(rank, hub.world_size, run_id, hub.timeout, store)
         self._hub = hub
-        self._control = _LocalControl(rank, hub, run_id)
+        self._plane = _LocalPlane(rank, hub, run_id)
+        self._control = self._collectives("start", 0)
+
+    def _collectives(self, kind: str, channel: int) -> Collectives:
+        plane: Any = self._plane
+        ranks, node_of = range(self.world_size), ["here"] * self.world_size
+        explain = self._explain_absent if self.neighbours is None else None
+        return Collectives(plane, self.rank, ranks, node_of, self.timeout, kind=kind, channel=channel, explain=explain)
+
+    def _explain_absent(self, ranks: Sequence[int], what: str) -> PeerLostError:
+        return PeerLostError(f"worker {ranks[0]} is gone; it was needed for {what}.{self._hub.said(ranks)}")
 
     @property
     def control(self) -> Control:
         return self._control
 
+    def agree(self, name: str, text: str, what: str = "", *, asks: bool = False) -> Future[Mapping[int, str]]:
+        found = self._plane.agree(name, text, asks=asks)
+        return (
+            found
+            if self.neighbours is not None
+            else needs_all(found, self.world_size, lambda of: self._explain_absent(of, what))
+        )
+
+    def is_asked(self, name: str) -> bool:
+        return self._plane.is_asked(name)
+
+    def missing(self, name: str) -> list[int]:
+        return self._plane.missing(name)
+
     def lost(self) -> list[int]:
         return self._hub.lost
 
     def tolerate(self, faults: Tolerate) -> Neighbours:
-        self.neighbours = _LocalNeighbours(self.rank, self._hub, self.run_id)
+        self.neighbours = _LocalNeighbours(self.rank, self._hub)
+        self._control = self._collectives("call", 1)
         return self.neighbours
+
+    def begin(self, bucket: int) -> None:
+        self._hub.rounds.pop((self.run_id, self.rank), None)
+
+    def announce(self, round_: int) -> None:
+        self._hub.rounds[self.run_id, self.rank] = round_
+
+    def newest_round(self) -> int:
+        others = set(range(self.world_size)) - {self.rank, *self._hub.lost}
+        return max((self._hub.rounds.get((self.run_id, rank), -1) for rank in others), default=-1)
 
     def prepare(self, edges: list[Edge]) -> None:
         return
@@ -214,8 +267,8 @@ class InProcessTransport(Transport):
 class _LocalNeighbours(Neighbours):
     """Threads end, and that is all that can happen to them."""
 
-    def __init__(self, rank: int, hub: LocalHub, run_id: str) -> None:
-        self._rank, self._hub, self._consensus = rank, hub, _LocalConsensus(rank, hub, run_id)
+    def __init__(self, rank: int, hub: LocalHub) -> None:
+        self._rank, self._hub = rank, hub
         self._round, self._last = -1, math.inf
         self._error: Exception | None = None
 
@@ -247,10 +300,6 @@ class _LocalNeighbours(Neighbours):
     def left(self) -> list[int]:
         return self.lost()
 
-    @property
-    def consensus(self) -> Consensus:
-        return self._consensus
-
     def reserve_until(self, seconds: float, least: int) -> int:
         last = self._round + least
         self._last = min(self._last, last)
@@ -260,62 +309,42 @@ class _LocalNeighbours(Neighbours):
         self._last = math.inf if last is None else last
 
 
-class _LocalConsensus(Consensus):
-    """Of the threads that have not ended."""
+class _LocalPlane:
+    """What ``Collectives`` use of a ``ControlPlane``, among threads."""
 
     def __init__(self, rank: int, hub: LocalHub, run_id: str) -> None:
         self._rank, self._hub, self._run_id = rank, hub, run_id
+        self._couriers = hub.couriers[run_id, rank] = Couriers(self._send)
 
-    def propose(self, name: str, text: str) -> Future[Decision]:
-        return self._hub.propose(self._key(name), self._rank, text)
+    def agree(
+        self, name: str, text: str, *, round_: int = 0, among: Sequence[int] | None = None, asks: bool = False
+    ) -> Future[Mapping[int, str]]:
+        return self._hub.agree(self._key(name), self._rank, text, among, asks=asks)
 
-    def heard(self, name: str) -> frozenset[str]:
-        return frozenset(self._hub.agreement(self._key(name)).texts.values())
+    def is_asked(self, name: str) -> bool:
+        return self._hub.agreement(self._key(name)).is_asked
+
+    def heard(self, name: str) -> list[str]:
+        return list(self._hub.agreement(self._key(name)).texts.copy().values())
 
     def missing(self, name: str) -> list[int]:
-        there = self._hub.agreement(self._key(name)).texts.keys() | set(self._hub.lost)
-        return [rank for rank in range(self._hub.world_size) if rank not in there]
+        return self._hub.missing(self._key(name))
+
+    def courier(self, channel: int) -> Courier:
+        return self._couriers.of(channel)
+
+    def view(self, rank: int) -> View:
+        return View.LOST if rank in self._hub.lost else View.LINKED
+
+    def connect(self, rank: int) -> None:
+        return
+
+    def _send(self, rank: int, key: Key, block: bytes) -> None:
+        if (couriers := self._hub.couriers.get((self._run_id, rank))) is not None:
+            couriers.hear(self._rank, key, block)
 
     def _key(self, name: str) -> str:
         return f"{self._run_id}/{name}"
-
-
-class _LocalControl(Control):
-    def __init__(self, rank: int, hub: LocalHub, run_id: str) -> None:
-        self._rank, self._hub, self._run_id = rank, hub, run_id
-        self.ranks = range(hub.world_size)
-        self._calls = 0
-
-    def broadcast(self, tensor: Tensor) -> None:
-        tensor.copy_(self._put(tensor.clone() if self._rank == 0 else None, "a broadcast")()[0])
-        written(tensor)()
-
-    def gather(self, message: Any) -> list[Any]:
-        return [json.loads(text) for text in self._put(json.dumps(message), "a gather")()]
-
-    def mean(self, tensor: Tensor) -> Handle:
-        collect = self._put(tensor.clone(), "a mean over workers")
-
-        def finish() -> None:
-            total = torch.stack(collect()).to(torch.promote_types(tensor.dtype, torch.float32)).sum(0)
-            tensor.copy_(total.div_(self._hub.world_size))
-            written(tensor)()
-
-        return DeferredHandle(finish)
-
-    def _put(self, value: object, what: str) -> Callable[[], list[Any]]:
-        key = ("control", self._run_id, self._calls)
-        self._calls += 1
-        if isinstance(value, Tensor):
-            written(value)()
-        self._hub.put(key, self._rank, value)
-        ranks = list(range(self._hub.world_size))
-
-        def collect() -> list[Any]:
-            found = self._hub.collect(key, ranks, what)
-            return [found[rank] for rank in ranks]
-
-        return collect
 
 
 def run_replicas(world_size: int, work: Callable[[InProcessTransport], T], timeout: float = 60.0) -> list[T]:

@@ -94,8 +94,9 @@ class Pair:
 
     Attributes:
         settle: called once with BOTH or NEITHER, in the transport's thread.
-        opened, joined: when this end was in this exchange, and both were; 0 until then.
+        opened, joined, voted: when this end was in this exchange, both were, and this end said GOT; 0 until then.
         busy: when the peer, which was not in it yet, last said that bytes of an earlier one move; 0: it has not.
+        abandoned: this end waits for nothing but the verdict.
     """
 
     receiving: Receiving
@@ -103,7 +104,9 @@ class Pair:
     settle: Callable[[Verdict], None]
     opened: float = 0.0
     joined: float = 0.0
+    voted: float = 0.0
     busy: float = 0.0
+    abandoned: bool = False
 
     @property
     def complete(self) -> bool:

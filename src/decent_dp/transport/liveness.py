@@ -11,26 +11,21 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from decent_dp.topo import Edge
-from decent_dp.transport.agreement import Consensus
-from decent_dp.transport.base import ExchangeId, Verdict
+from decent_dp.transport.base import ExchangeId
 from decent_dp.transport.channels import Link
-from decent_dp.transport.link import Key, LinkState, Pair
+from decent_dp.transport.handles import PeerExplain, Policy, WireHandle
+from decent_dp.transport.link import LinkState, Pair
 from decent_dp.transport.neighbours import Neighbours, Stream
 from decent_dp.transport.sockets import SILENT
-
-if TYPE_CHECKING:
-    from decent_dp.transport.flow import Flow
-    from decent_dp.transport.wire import Wire
+from decent_dp.transport.wire import Wire
 
 T = TypeVar("T")
 
 __all__ = ["WireNeighbours"]
 
-# Seconds for which an exchange waits for a lost connection to be made again.
-_MENDED = 0.25
 # Seconds in which a process that was stopped reads what came meanwhile, and beats after which one other worker is enough.
 _OLD, _BEATS = 0.1, 1.5
 # Rounds of which the median is taken for the time of a step, and the fewest seconds by which an exchange can be late.
@@ -42,15 +37,17 @@ _COMING = 0.4
 _ANSWER = 0.05
 
 
-class WireNeighbours(Neighbours):
+class WireNeighbours(Neighbours, Policy):
     """Reads the connections from any thread, and leaves changes to the transport's thread.
 
     Args:
         dead_after: as of ``Tolerate``.
+        timeout: seconds without any progress after which an exchange is dropped.
     """
 
-    def __init__(self, wire: Wire, flow: Flow, rank: int, dead_after: float) -> None:
-        self._wire, self._flow, self._rank, self._dead_after = wire, flow, rank, dead_after
+    def __init__(self, wire: Wire, rank: int, dead_after: float, timeout: float) -> None:
+        self._wire, self._flow, self._rank = wire, wire.flow, rank
+        self._dead_after, self._timeout = dead_after, timeout
         # When this worker entered its round, and the seconds of its last rounds.
         self._announced = self._step = 0.0
         self._steps: deque[float] = deque(maxlen=_STEPS)
@@ -68,9 +65,9 @@ class WireNeighbours(Neighbours):
                 return False
             if state is LinkState.NEW:
                 continue  # the connection is made with the exchange
-            if state is not LinkState.OPEN or self.patience(link.peer, 0.0) <= 0:
+            if state is not LinkState.OPEN or self._wire.patience(link.peer, 0.0) <= 0:
                 return False
-            if votes.in_doubt(bucket) or votes.has_dropped(round_, bucket) or link.on_break(round_):
+            if votes.has_dropped(round_, bucket) or link.on_break(round_):
                 return False
         return True
 
@@ -104,7 +101,7 @@ class WireNeighbours(Neighbours):
         return -1 if link is None or self._flow.round < link.start else link.round
 
     def living(self) -> list[int]:
-        return self._peers(lambda c: c.state is LinkState.OPEN and self.patience(c.peer, 0.0) > 0)
+        return self._peers(lambda c: c.state is LinkState.OPEN and self._wire.patience(c.peer, 0.0) > 0)
 
     @property
     def is_awake(self) -> bool:
@@ -116,7 +113,7 @@ class WireNeighbours(Neighbours):
         return heard == known if since < _BEATS * self._wire.interval else bool(heard)
 
     def silent(self) -> list[int]:
-        return self._peers(lambda c: c.state is not LinkState.NEW and self.patience(c.peer, 0.0) <= 0)
+        return self._peers(lambda c: c.state is not LinkState.NEW and self._wire.patience(c.peer, 0.0) <= 0)
 
     def lost(self) -> list[int]:
         return self._peers(lambda link: link.silence(self._wire.now()) >= self._dead_after)
@@ -144,10 +141,6 @@ class WireNeighbours(Neighbours):
 
     def begin(self, bucket: int) -> None:
         self._run(lambda: self._flow.begin(bucket))
-
-    @property
-    def consensus(self) -> Consensus:
-        return self._wire.control_plane
 
     def reserve_until(self, seconds: float, least: int) -> int:
         with self._lock:
@@ -191,12 +184,30 @@ class WireNeighbours(Neighbours):
 
     # -- a single exchange --------------------------------------------------------------------------------------------
 
-    def open(self, pair: Pair) -> None:
-        self._wire.call(lambda: self._flow.settlement.open(pair))
+    def seconds_left(self, handle: WireHandle, began: float, now: float) -> float:
+        [pair] = handle.pairs
+        in_doubt = self._end_of_doubt(pair) - now
+        if pair.abandoned:
+            return in_doubt
+        lively = self._wire.patience(pair.receiving.peer, began)
+        active = max(began, handle.last_progress()) + self._timeout - now
+        return min(in_doubt, lively, self.expected_end(pair, began) - now, active)
 
-    def abandon(self, peer: int, key: Key, *, late: bool) -> Verdict:
-        """``Settlement.abandon``; blocks until the transport's thread has done it."""
-        return self._run(lambda: self._flow.settlement.abandon(peer, key, late=late))
+    def give_up(self, handle: WireHandle) -> None:
+        [pair] = handle.pairs
+        now, settlement = self._wire.now(), self._flow.settlement
+        if now >= self._end_of_doubt(pair):
+            self._run(lambda: settlement.drop(pair))
+            return
+        pair.abandoned = True
+        is_late = self._wire.patience(pair.receiving.peer, now) > 0 and now >= self.expected_end(pair, now)
+        self._run(lambda: settlement.abandon(pair, late=is_late))
+
+    def _end_of_doubt(self, pair: Pair) -> float:
+        return pair.voted + SILENT * self._dead_after if pair.voted else math.inf
+
+    def end_without(self, explain: PeerExplain, peer: int) -> None:
+        return
 
     def _run(self, call: Callable[[], T]) -> T:
         """Waits until the transport's thread has called it."""
@@ -211,21 +222,6 @@ class WireNeighbours(Neighbours):
 
         self._wire.call(run)
         return future.result()
-
-    def patience(self, peer: int, since: float) -> float:
-        """Seconds for which an exchange may still wait for a sign of life. If none are left, its edge is a hole.
-
-        Args:
-            since: when the exchange was started; it counts for a peer that has never been connected.
-        """
-        link = self._flow.links.get(peer)
-        now = self._wire.now()
-        if link is None or link.state is LinkState.NEW:
-            return since + self._dead_after - now
-        lively = SILENT * self._dead_after - link.silence(now)
-        if link.state is LinkState.BROKEN:
-            return 0.0 if link.refused else min(lively, link.since + _MENDED - now)
-        return lively
 
     def expected_end(self, pair: Pair, began: float) -> float:
         """When an exchange is late (``Link.expected_end``), on the monotonic clock. ``began``: when the wait did.
@@ -250,8 +246,8 @@ class WireNeighbours(Neighbours):
         self._wire.call(lambda: self._flow.settlement.ask_for_life(link))
         return time.monotonic() + _ANSWER
 
-    def waited(self, pair: Pair, began: float) -> None:
-        """This worker has waited for an exchange since ``began``."""
+    def waited(self, handle: WireHandle, began: float) -> None:
+        [pair] = handle.pairs
         link = self._flow.links.get(pair.receiving.peer)
         if link is not None:
             link.waited(pair, began, self._step, _COMING * self._dead_after)

@@ -6,7 +6,7 @@ A message is a header of fixed length (``pack``) and, for some kinds, a body in 
 |---|---|---|---|
 | HELLO | both | the dialling worker first, then both in turn: who they are (``hello``) | is refused |
 | REFUSED | both | the listening worker: why there will be no connection | changes nothing |
-| BEAT | control | both, regularly and when asked: round, epoch, paused, moving | replaces the one before |
+| BEAT | control | both, regularly and when asked: rounds begun, epoch, paused, moving | replaces the one before |
 | START | control | a receiver: what it has of a message, and how far it wants it; a sender: a hint, or an offer | replaces it |
 | DATA | bulk | the sender of a message that is wanted: a part; inside a node over control if a frame can hold it | is dropped |
 | VOTE | control | both, about an exchange: GOT, DROP, or ASK for the other's (``votes``) | changes nothing |
@@ -60,7 +60,7 @@ __all__ = [
     "unpack",
 ]
 
-VERSION = 7
+VERSION = 8
 HELLO, REFUSED, BEAT, START, DATA, VOTE, CALL, BLOCK, STATE, BYE = range(1, 11)
 # The slot of a hint: what the others of an exchange need to encode for it, the body of its START.
 HINT = 1

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from decent_dp.topo import Edge
-from decent_dp.transport.agreement import Consensus
 from decent_dp.transport.base import ExchangeId
 
 __all__ = ["Neighbours", "Stream"]
@@ -99,15 +98,6 @@ class Neighbours(ABC):
     def is_paused(self) -> bool:
         """Whether it is in ``paused()``."""
         return False
-
-    def begin(self, bucket: int) -> None:
-        """Buckets from this number on are in use, and rounds may be earlier ones. Called by all workers together."""
-        return
-
-    @property
-    @abstractmethod
-    def consensus(self) -> Consensus:
-        """Agreements with the living workers."""
 
     @abstractmethod
     def reserve_until(self, seconds: float, least: int) -> int:

@@ -12,10 +12,10 @@ from torch import Tensor
 from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
 from decent_dp.transport.base import Control, DeferredHandle, Handle
+from decent_dp.transport.collectives import Collectives
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.process_group import ProcessGroupTransport
 from decent_dp.transport.rendezvous import Rendezvous
-from decent_dp.transport.survivors import SurvivorControl
 
 __all__ = ["NewcomerTransport"]
 
@@ -35,10 +35,9 @@ class NewcomerTransport(ProcessGroupTransport):
         self._process_group = None
         self.signature = signature
         self._meet(shared, None)
-        self._alone = _AloneControl(self.rank)
-        self._controls["all"] = self._alone
-        self._members: SurvivorControl | None = None
+        self._members: Collectives | None = None
         self._listen()
+        self._control = _AloneControl(self.rank)
 
     @property
     def incarnation(self) -> int:
@@ -46,10 +45,12 @@ class NewcomerTransport(ProcessGroupTransport):
 
     def tolerate(self, faults: Tolerate) -> Neighbours:
         neighbours = super().tolerate(faults)
-        members = self._controls["all"]
-        assert isinstance(members, SurvivorControl)
-        self._members, self._controls["all"] = members, self._alone
+        assert isinstance(self._control, Collectives)
+        self._members, self._control = self._control, _AloneControl(self.rank)
         return neighbours
+
+    def _gather_at_start(self, text: str) -> dict[int, str]:
+        return {self.rank: text}
 
     def prepare(self, edges: list[Edge]) -> None:
         return  # nobody accepts it before it is a member
@@ -68,11 +69,10 @@ class NewcomerTransport(ProcessGroupTransport):
         self._members.enter(calls, first)
         for rank, incarnation in incarnations.items():
             self._wire.renew(rank, incarnation)
-            self._wire.want(rank)
         deadline = time.monotonic() + self._faults.dead_after / 2
         while set(incarnations) - {*self.neighbours.living(), *self.neighbours.lost()} and time.monotonic() < deadline:
             time.sleep(_LOOK)
-        self._controls["all"] = self._members
+        self._control = self._members
 
 
 class _AloneControl(Control):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 
 from decent_dp.topo import Edge
 from decent_dp.transport.base import Control, ExchangeRequest, Handle, Transport
@@ -16,16 +17,34 @@ class Peers(Transport):
     Edges and requests use these numbers; errors name the ranks of the whole.
 
     Args:
-        get_control: returns the collectives of these workers alone; called each time, because the whole may have been closed.
+        control: the collectives of these workers alone.
     """
 
-    def __init__(self, whole: Transport, ranks: Sequence[int], get_control: Callable[[], Control]) -> None:
+    def __init__(self, whole: Transport, ranks: Sequence[int], control: Control) -> None:
         super().__init__(list(ranks).index(whole.rank), len(ranks), whole.run_id, whole.timeout, whole.store)
-        self._whole, self._ranks, self._get_control = whole, tuple(ranks), get_control
+        self._whole, self._ranks, self._control = whole, tuple(ranks), control
 
     @property
     def control(self) -> Control:
-        return self._get_control()
+        return self._control
+
+    def agree(self, name: str, text: str, what: str = "", *, asks: bool = False) -> Future[Mapping[int, str]]:
+        raise TypeError("all workers agree, and not a part of them")
+
+    def is_asked(self, name: str) -> bool:
+        return self._whole.is_asked(name)
+
+    def missing(self, name: str) -> list[int]:
+        return self._whole.missing(name)
+
+    def begin(self, bucket: int) -> None:
+        self._whole.begin(bucket)
+
+    def announce(self, round_: int) -> None:
+        self._whole.announce(round_)
+
+    def newest_round(self) -> int:
+        return self._whole.newest_round()
 
     def lost(self) -> list[int]:
         lost = self._whole.lost()

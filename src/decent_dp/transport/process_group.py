@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from zmq import ZMQError
 
 from decent_dp.compression import Compression, Lossless
+from decent_dp.errors import PeerLostError
 from decent_dp.faults import Tolerate, default_dead_after, most_workers
 from decent_dp.topo import Edge
 from decent_dp.transport.addresses import find, listen
-from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, ExchangeRequest, Handle, Transport
+from decent_dp.transport.base import Control, ExchangeId, ExchangeRequest, Handle, Transport
 from decent_dp.transport.closed_group import close_default_group
+from decent_dp.transport.collectives import Collectives, needs_all
 from decent_dp.transport.exchange import WireExchanges
 from decent_dp.transport.hello import Identity, password
 from decent_dp.transport.in_process import InProcessTransport
+from decent_dp.transport.liveness import WireNeighbours
 from decent_dp.transport.nccl import AllReduceGroups, NcclPairs
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.peer_errors import Notes, peer_error
 from decent_dp.transport.peers import Peers
 from decent_dp.transport.rendezvous import Communicator, Rendezvous, timeout_of
 from decent_dp.transport.sockets import Socket, Sockets
-from decent_dp.transport.survivors import SurvivorControl
 from decent_dp.transport.waiter import Waiter
 from decent_dp.transport.wire import Wire
 
@@ -39,6 +39,10 @@ __all__ = ["ProcessGroupTransport", "check_encrypt", "check_transport", "connect
 
 # Threads of ZeroMQ, each of which serves some connections: the environment variable, and how many there can be.
 _IO_THREADS, _MOST_IO_THREADS = "DECENT_DP_IO_THREADS", 16
+# The channels of collectives: before ``tolerate``, after it, and of a part of the workers.
+_START = 0
+_CALLS = 1
+_PART = 2
 # Seconds in which the store says whether it has the key of a worker that connects.
 _LOOK_UP = 2.0
 
@@ -128,8 +132,7 @@ def connect(
 class ProcessGroupTransport(Transport):
     """Connects workers that are processes.
 
-    Collectives use a gloo communicator of all workers. Exchanges use connections of their own, or NCCL if the process group
-    has it and it can carry the compression.
+    They use connections of their own, or NCCL for exchanges if the process group has it and it can carry the compression.
 
     Args:
         process_group: whose workers, backend and timeout; None for the default group. All its workers call this together.
@@ -149,7 +152,6 @@ class ProcessGroupTransport(Transport):
         self._process_group: Any = process_group if process_group is not None else dist.group.WORLD
         self._meet(Rendezvous.create(process_group, faults, encrypt), timeout)
         self.only_cuda = str(dist.get_backend(process_group)) == "nccl"
-        self._connect_control("all", range(self.world_size))
         self._listen()
 
     def _meet(self, shared: Rendezvous, timeout: float | None) -> None:
@@ -161,9 +163,9 @@ class ProcessGroupTransport(Transport):
         self._notes = Notes(shared.store, shared.rank)
         self._waiter = Waiter("decent_dp-staging")
         self._communicators: dict[str, Communicator] = {}
+        self._control: Control | None = None
         # Of edges, for hooks of the user's.
         self._groups: dict[tuple[int, ...], Any] = {}
-        self._controls: dict[str, Control] = {}
         self._faults: Tolerate | None = None
         self._has_failed = False
 
@@ -173,8 +175,7 @@ class ProcessGroupTransport(Transport):
         sockets, listeners, dead_after = None, list[Socket](), 0.0
         try:
             dead_after = shared.dead_after or default_dead_after()
-            breaks = shared.dead_after is not None
-            sockets = Sockets(dead_after, password(shared.proof), breaks=breaks, io_threads=_io_threads())
+            sockets = Sockets(dead_after, password(shared.proof), io_threads=_io_threads())
             listeners = listen(shared, sockets)
         except (RuntimeError, ValueError, OSError, ZMQError) as found:
             error = str(found)
@@ -188,7 +189,7 @@ class ProcessGroupTransport(Transport):
     def _connect_all(self, sockets: Sockets | None, listeners: list[Socket], dead_after: float, error: str) -> None:
         """``error``: why this worker does not listen."""
         shared = self._rendezvous
-        errors = {rank: text for rank, text in zip(self.control.ranks, self.control.gather(error), strict=True) if text}
+        errors = {rank: text for rank, text in self._gather_at_start(error).items() if text}
         if errors or sockets is None:
             raise RuntimeError(" ".join(f"Worker {rank}: {text}" for rank, text in errors.items()))
         self._wire = Wire(
@@ -205,11 +206,59 @@ class ProcessGroupTransport(Transport):
             self.timeout,
             dead_after,
         )
+        self._known = WireNeighbours(self._wire, shared.rank, dead_after, self.timeout)
+        self._control = self._collectives("start", _START, None)
         self._exchanges = WireExchanges(self._wire, shared.rank, shared.node_of, self._waiter, self.timeout, self._explain)
+
+    def _gather_at_start(self, text: str) -> dict[int, str]:
+        """The texts of all workers, before they are connected."""
+        texts: list[Any] = [""] * self.world_size
+        dist.all_gather_object(texts, text, group=self._process_group)
+        return dict(enumerate(texts))
+
+    def _collectives(self, kind: str, channel: int, among: Sequence[int] | None) -> Collectives:
+        """Those of all workers, or of some. ``kind``, ``channel``: as of ``Collectives``."""
+        shared = self._control_rendezvous
+        # Nothing is known of the nodes of those that may come.
+        node_of = (*shared.node_of, *(f"worker {rank}" for rank in range(self.world_size, shared.places)))
+        ranks, timeout = range(self.world_size) if among is None else among, shared.timeout.total_seconds()
+        common = self._wire.control_plane, self.rank, ranks, node_of, timeout
+        if self.neighbours is None:
+            return Collectives(*common, kind=kind, channel=channel, among=among, explain=self._explain_absent)
+        return Collectives(
+            *common,
+            kind=kind,
+            channel=channel,
+            among=among,
+            leave=lambda: self._wire.close(says_bye=False),
+            incarnation=shared.incarnation,
+            paused=self.neighbours.paused,
+            round_of=self.neighbours.round_of,
+        )
+
+    def _explain_absent(self, ranks: Sequence[int], what: str) -> PeerLostError:
+        errors = [self._wire.why_lost(rank) for rank in ranks]
+        error = next((error for error in errors if isinstance(error, ConnectionError)), ConnectionError())
+        found = peer_error(error, ranks, what, self._notes, self._control_rendezvous.timeout)
+        return found if isinstance(found, PeerLostError) else PeerLostError(str(found))
 
     @property
     def control(self) -> Control:
-        return self._control_of("all")
+        if self._control is None:
+            raise RuntimeError("the transport was closed")
+        return self._control
+
+    def agree(self, name: str, text: str, what: str = "", *, asks: bool = False) -> Future[Mapping[int, str]]:
+        found = self._wire.control_plane.agree(name, text, asks=asks)
+        if self.neighbours is not None:
+            return found
+        return needs_all(found, self.world_size, lambda absent: self._explain_absent(absent, what))
+
+    def is_asked(self, name: str) -> bool:
+        return self._wire.control_plane.is_asked(name)
+
+    def missing(self, name: str) -> list[int]:
+        return self._wire.control_plane.missing(name)
 
     def make_groups(self, edges: Iterable[Edge]) -> None:
         group = self._process_group
@@ -228,9 +277,19 @@ class ProcessGroupTransport(Transport):
     def lost(self) -> list[int]:
         return self._wire.lost() if self.neighbours is None else self.neighbours.lost()
 
+    def begin(self, bucket: int) -> None:
+        self._known.begin(bucket)
+
+    def announce(self, round_: int) -> None:
+        self._known.announce(round_)
+        if self._rendezvous.nccl and self._faults is None:  # else the messages of exchanges say it
+            self._wire.call(self._wire.flow.beat_all)
+
+    def newest_round(self) -> int:
+        return max(map(self._known.round_of, self._known.living()), default=-1)
+
     def prepare(self, edges: list[Edge]) -> None:
-        for t, edge in enumerate(edges):
-            self._exchanges.connect(edge, ExchangeId(t, 0), ahead=True)
+        self._exchanges.connect(edges)
 
     @property
     def _dial_seconds(self) -> float:
@@ -243,24 +302,9 @@ class ProcessGroupTransport(Transport):
         shared = self._control_rendezvous
         if not shared.incarnation:  # a process that joins looks up those that it meets
             shared.look_up_addresses()
-        self._faults, self.neighbours = faults, self._wire.tolerate(faults.dead_after, shared.places)
-        # gloo names no rank, and cannot be left: a frozen worker would stop it until the timeout.
-        self._communicators.pop("all", None)
-        plane = self._wire.control_plane
-        timeout = shared.timeout.total_seconds()
-        # Nothing is known of the nodes of those that may come.
-        node_of = (*shared.node_of, *(f"worker {rank}" for rank in range(self.world_size, shared.places)))
-        self._controls["all"] = SurvivorControl(
-            plane,
-            self.rank,
-            range(self.world_size),
-            node_of,
-            timeout,
-            lambda: self._wire.close(says_bye=False),
-            shared.incarnation,
-            self.neighbours.paused,
-            self.neighbours.round_of,
-        )
+        self._faults = faults
+        self.neighbours = self._exchanges.policy = self._known
+        self._control = self._collectives("call", _CALLS, None)
         return self.neighbours
 
     def leave_process_group(self) -> None:
@@ -276,14 +320,12 @@ class ProcessGroupTransport(Transport):
         self._wire.close(says_bye=not self._has_failed)
         self._notes.close()
         self._communicators.clear()
-        self._controls.clear()  # the last references to the communicators
+        self._control = None
 
     def among(self, ranks: Sequence[int]) -> Transport:
         """The workers ``ranks``, this one included, as a transport of their own over the same connections; it is closed with
         this one. Called by these workers together."""
-        name = f"among/{tuple(ranks)}"
-        self._connect_control(name, ranks)
-        return Peers(self, ranks, lambda: self._control_of(name))
+        return Peers(self, ranks, self._collectives(f"part {' '.join(map(str, ranks))}", _PART, ranks))
 
     def choose(self, edge: Edge, request: ExchangeRequest) -> WireExchanges | NcclPairs | AllReduceGroups:
         """The way of a request, by its device, its compression and the size of its edge."""
@@ -327,20 +369,6 @@ class ProcessGroupTransport(Transport):
     def _explain(self, error: Exception, ranks: list[int], exchange_id: ExchangeId) -> RuntimeError:
         return peer_error(error, ranks, str(exchange_id), self._notes, self._rendezvous.timeout)
 
-    def _connect_control(self, name: str, ranks: Sequence[int]) -> None:
-        others = [rank for rank in ranks if rank != self.rank]
-
-        def explain(error: RuntimeError, what: str) -> RuntimeError:
-            return peer_error(error, others, what, self._notes, self._control_rendezvous.timeout)
-
-        communicator = self._get_or_make(name, ranks, self._control_rendezvous, Rendezvous.gloo)
-        self._controls[name] = _GlooControl(communicator, ranks, explain)
-
-    def _control_of(self, name: str) -> Control:
-        if name not in self._controls:
-            raise RuntimeError("the transport was closed")
-        return self._controls[name]
-
 
 def _io_threads() -> int:
     text = os.environ.get(_IO_THREADS, "").strip() or "1"
@@ -356,49 +384,3 @@ def _is_plain(compression: type[Compression], group: bool) -> bool:
 
 def _members(edge: Edge) -> tuple[int, ...]:
     return tuple(sorted(edge.ranks))
-
-
-class _GlooControl(Control):
-    def __init__(
-        self, communicator: Communicator, ranks: Sequence[int], explain: Callable[[RuntimeError, str], RuntimeError]
-    ) -> None:
-        self._communicator, self.ranks, self._explain = communicator, ranks, explain
-
-    def broadcast(self, tensor: Tensor) -> None:
-        # As bytes on the CPU: any dtype, any device, any strides.
-        host = tensor.detach().to("cpu").contiguous()
-        raw = host.reshape(-1).view(torch.uint8)
-        if raw.numel():
-            self._wait(lambda: self._communicator.broadcast(raw, 0), "a broadcast from worker 0")
-        tensor.detach().copy_(host)
-
-    def gather(self, message: Any) -> list[Any]:
-        text = json.dumps(message).encode()
-        size, n = torch.tensor([len(text)], dtype=torch.int64, device="cpu"), self._communicator.size()
-        sizes = [torch.zeros_like(size) for _ in range(n)]
-        self._wait(lambda: self._communicator.allgather([sizes], [size]), "a gather")
-        # Messages are padded to the longest: gloo gathers tensors of one shape.
-        padded = torch.zeros(max(int(s) for s in sizes), dtype=torch.uint8, device="cpu")
-        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        texts = [torch.empty_like(padded) for _ in range(n)]
-        self._wait(lambda: self._communicator.allgather([texts], [padded]), "a gather")
-        return [json.loads(bytes(t[: int(s)].numpy())) for t, s in zip(texts, sizes, strict=True)]
-
-    def mean(self, tensor: Tensor) -> Handle:
-        host = tensor.detach().to("cpu", torch.promote_types(tensor.dtype, torch.float32))
-        try:
-            work: Any = self._communicator.allreduce([host])
-        except RuntimeError as error:
-            raise self._explain(error, "a mean over workers") from error
-
-        def finish() -> None:
-            self._wait(lambda: work, "a mean over workers")
-            tensor.detach().copy_(host.div_(self._communicator.size()))
-
-        return DeferredHandle(finish)
-
-    def _wait(self, start: Callable[[], Any], what: str) -> None:
-        try:
-            start().wait()
-        except RuntimeError as error:
-            raise self._explain(error, what) from error

@@ -247,30 +247,12 @@ class Rendezvous:
         """The other workers on this one's network stack."""
         return frozenset(i for i, name in enumerate(self.node_of) if name == self.node and i != self.rank)
 
-    def gloo(self, name: str, ranks: Sequence[int]) -> Communicator:
-        """A gloo communicator of ``ranks``; called by its members alone."""
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = self.timeout
-        options._threads = 1
-        options._devices = [self._device()]
-        store = PrefixStore(name, self.store)
-        return gloo(store, list(ranks).index(self.rank), len(ranks), options)
-
     def nccl_communicator(self, name: str, ranks: Sequence[int]) -> Communicator:
         """An NCCL communicator of ``ranks`` on the current CUDA device; called by its members alone."""
         options: Any = dist.ProcessGroupNCCL.Options()
         options._timeout = self.timeout
         store = PrefixStore(name, self.store)
         return dist.ProcessGroupNCCL(store, list(ranks).index(self.rank), len(ranks), options)
-
-    def _device(self) -> Any:
-        interface = named_interface()[1]
-        if interface:
-            return dist.ProcessGroupGloo.create_device(interface=interface)
-        if len(self.local) == self.world_size - 1:  # nothing needs to listen beyond it
-            return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-        return dist.ProcessGroupGloo.create_default_device()
 
 
 def bind_to_secret(text: str) -> str:

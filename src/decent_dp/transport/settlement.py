@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from decent_dp.transport.base import Verdict
 from decent_dp.transport.channels import Link
 from decent_dp.transport.link import Key, LinkState, Pair
 from decent_dp.transport.messages import ASK, DROP, GOT
@@ -21,7 +20,7 @@ class Settlement:
     """Opens exchanges, casts and hears votes, and ends exchanges when their verdict is known. Used by the transport's thread.
 
     Attributes:
-        one_sided: exchanges that were dropped here, because the peer counts as dead, and that it may have mixed.
+        one_sided: exchanges that were dropped here while they were in doubt: the peer may have mixed them.
     """
 
     def __init__(self, flow: Flow) -> None:
@@ -57,35 +56,40 @@ class Settlement:
         self._end_if_settled(link, vote.bucket)
 
     def answer(self, link: Link, round_: int, bucket: int) -> None:
-        """The peer is in doubt, and sends no more of its message. Without the whole of it this worker drops the exchange."""
+        """The peer is in doubt, and waits for this worker's vote. Without the whole message this worker drops the exchange."""
         if link.votes.has_said_got(round_, bucket):
             self._say(link, Vote(round_, bucket, got=True))
         else:
             self._drop(link, round_, bucket)
 
-    def abandon(self, peer: int, key: Key, *, late: bool) -> Verdict:
-        """This worker waits no longer for an exchange.
+    def abandon(self, pair: Pair, *, late: bool) -> None:
+        """This worker waits no longer for an exchange. One that is in doubt does not end yet: the peer is asked.
 
         Args:
             late: it has taken much longer than usual, which changes how long the next ones are waited for.
-
-        Returns:
-            OPEN if this worker is in doubt: it has said GOT. Else the exchange has ended.
         """
-        link, (round_, bucket, _) = self._flow.link(peer), key
-        pair = link.pairs.get(bucket)
-        if pair is None or pair.round != round_:
-            return Verdict.NEITHER  # it ended in the meantime, and its handle knows how
+        link = self._flow.link(pair.receiving.peer)
+        if link.pairs.get(pair.bucket) is not pair:
+            return  # it ended in the meantime
         if late:
             link.give_up(pair)
-        if link.votes.in_doubt(bucket):
-            self._flow.cancel(link, pair.receiving, pair.sending)
+        if not link.votes.in_doubt(pair.bucket):
+            self._drop(link, pair.round, pair.bucket)
+        elif link.state is LinkState.OPEN:
+            self._flow.say(link, ASK, pair.sending.key)
+
+    def drop(self, pair: Pair) -> None:
+        """Ends an exchange, also one in doubt: the peer may have mixed that."""
+        link = self._flow.link(pair.receiving.peer)
+        if link.pairs.get(pair.bucket) is not pair:
+            return
+        if link.votes.in_doubt(pair.bucket):
             self._flow.recall(link, pair.sending)
-            if link.state is LinkState.OPEN:
-                self._flow.say(link, ASK, key)
-            return Verdict.OPEN
-        self._drop(link, round_, bucket)
-        return Verdict.NEITHER
+            self.one_sided += 1
+            self._say(link, link.votes.revoke(pair.bucket))
+            self._end_if_settled(link, pair.bucket)
+        else:
+            self._drop(link, pair.round, pair.bucket)
 
     def skip(self, peer: int, round_: int, bucket: int) -> None:
         """This worker leaves an exchange out that it has not opened, and all earlier ones of the bucket."""
@@ -111,14 +115,12 @@ class Settlement:
         link.votes.forget()
         for vote in link.votes.repeated():
             self._say(link, vote)
-        for bucket, pair in link.pairs.items():
-            if link.votes.in_doubt(bucket) and pair.sending.key not in link.sendings:  # it was abandoned
-                self._flow.say(link, ASK, pair.sending.key)
 
     def vote_if_complete(self, link: Link, bucket: int) -> None:
         """A message of this exchange has come, or is coded."""
         pair = link.pairs.get(bucket)
         if pair is not None and pair.complete and not link.votes.in_doubt(bucket):
+            pair.voted = time.monotonic()
             self._say(link, link.votes.vote_got(pair.round, bucket))
             self._end_if_settled(link, bucket)
 
@@ -132,7 +134,7 @@ class Settlement:
 
     def _end_if_settled(self, link: Link, bucket: int) -> None:
         pair = link.pairs.get(bucket)
-        if pair is not None and link.votes.verdict(pair.round, bucket) not in (None, Verdict.OPEN):
+        if pair is not None and link.votes.verdict(pair.round, bucket) is not None:
             self._end(link, pair)
 
     def _end(self, link: Link, pair: Pair) -> None:

@@ -201,20 +201,19 @@ class Sockets:
 
     Args:
         dead_after: seconds without a sign of life after which a peer is dead. Each end of a connection sends heartbeats of its
-            own and cuts it in time: an end that only asks the other one for them (HEARTBEAT_TTL) stops its timer at any other
-            message, and misses a peer that freezes before its next heartbeat.
-        breaks: the connection is cut before, when the edges of a silent worker are holes.
+            own, and cuts it when the edges of a silent worker are holes: an end that only asks the other one for them
+            (HEARTBEAT_TTL) stops its timer at any other message, and misses a peer that freezes before its next heartbeat.
         password: for connections over the network that are not encrypted; empty: they need none.
 
     Attributes:
         authenticator: the socket at which libzmq asks whether somebody may connect (ZAP, RFC 27); None: all sockets are local.
     """
 
-    def __init__(self, dead_after: float, password: bytes, *, breaks: bool, io_threads: int = 1) -> None:
+    def __init__(self, dead_after: float, password: bytes, *, io_threads: int = 1) -> None:
         check_pyzmq()
         self.password = password
         most = min(dead_after, _LONGEST_HEARTBEAT)
-        self._every, self._answered = most * _EVERY, most * ((SILENT if breaks else 1.0) - _EVERY)
+        self._every, self._answered = most * _EVERY, most * (SILENT - _EVERY)
         self._context = zmq.Context(io_threads)
         self._context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
         for option in (zmq.LINGER, zmq.RCVHWM, zmq.SNDHWM):  # of all sockets, the monitors too

@@ -2,7 +2,8 @@
 
 Each end votes once per exchange: GOT when the other's message is whole, or DROP. It is mixed where both have said GOT. A
 worker that has not voted may drop an exchange alone, as the other cannot mix without its GOT. A worker that has said GOT is
-in doubt until it has heard the other's vote. This is two-phase commit with both ends as coordinators.
+in doubt until it has heard the other's vote. This is two-phase commit with both ends as coordinators. One that waits no longer
+drops what is in doubt, and counts it: the other end may have mixed it.
 
 Exchanges of one bucket with one peer follow each other, and none is opened while the one before is in doubt. So few numbers
 per bucket are enough to answer for all exchanges of the past, however often a connection breaks: the last round with a GOT,
@@ -61,14 +62,14 @@ class Votes:
         self._open[bucket] = round_
 
     def verdict(self, round_: int, bucket: int) -> Verdict | None:
-        """None: this end has not voted, and the peer has not dropped it."""
+        """None: it is not known yet."""
         if self._open.get(bucket) != round_ or self._dropped.get(bucket, -1) >= round_ > self._got.get(bucket, -1):
             return Verdict.NEITHER
         if self.has_dropped(round_, bucket):
             return Verdict.NEITHER
         if bucket not in self._voted:
             return None
-        return Verdict.BOTH if self._peer_got.get(bucket) == round_ else Verdict.OPEN
+        return Verdict.BOTH if self._peer_got.get(bucket) == round_ else None
 
     def close(self, round_: int, bucket: int) -> None:
         """This end has acted on the verdict."""
@@ -88,7 +89,7 @@ class Votes:
         return Vote(round_, bucket, False)
 
     def revoke(self, bucket: int) -> Vote:
-        """The peer counts as dead, and this end drops what was in doubt. A GOT that the peer has heard cannot be taken back."""
+        """This end drops what is in doubt. A GOT that the peer has heard cannot be taken back."""
         round_ = self._open[bucket]
         self._got.pop(bucket, None)
         self._voted.discard(bucket)

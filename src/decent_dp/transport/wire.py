@@ -22,9 +22,8 @@ from decent_dp.transport.control_plane import ControlPlane
 from decent_dp.transport.dialling import Attempt, Dialler, Target
 from decent_dp.transport.flow import Flow
 from decent_dp.transport.hello import CROSSING, GUEST, REPLACED, VISIT, Identity
-from decent_dp.transport.link import Key, LinkState, Receiving, Sending
+from decent_dp.transport.link import Key, LinkState, Pair, Receiving, Sending
 from decent_dp.transport.listening import Doorman
-from decent_dp.transport.liveness import WireNeighbours
 from decent_dp.transport.mailbox import Mailbox
 from decent_dp.transport.messages import BYE, Header, pack
 from decent_dp.transport.neighbours import Stream
@@ -47,6 +46,8 @@ _LAST = 1.0
 _LOOK = 0.05
 # Seconds between two heartbeats, at most.
 _BEAT = 1.0
+# Seconds for which an exchange waits for a lost connection to be made again.
+_MENDED = 0.25
 # Seconds after which other connections have their turn.
 _READ_FOR = 0.02
 # Seconds for which a worker that has dialled successfully refuses the other's dialling, which had begun before.
@@ -70,7 +71,7 @@ class Wire:
         find: where a process of a worker listens, by its rank and incarnation; blocking.
         is_known: whether the store has a public key; blocking.
         timeout: seconds that a worker has to answer when it is dialled.
-        dead_after: seconds without a sign of life after which a peer that is waited for is an error (``tolerate``: is dead).
+        dead_after: seconds without a sign of life after which a peer is dead.
     """
 
     def __init__(
@@ -91,21 +92,19 @@ class Wire:
         self._identity, self._expected = identity, set(expected)
         self._sockets, self._listeners, self._find = sockets, listeners, find
         self._asked: set[int] = set()
-        self._waiting: dict[int, Future[None]] = {}
         # Called with the stream of a joining process, in its own thread.
         self.on_guest: Callable[[Stream], None] | None = None
         self._guest_errors = Repeats()
         self._dead_after = dead_after
         self._next_beat, self._woke = time.monotonic(), -math.inf
         self.stopped = 0.0  # seconds for which this process, or this thread, was stopped so far
-        self.neighbours: WireNeighbours | None = None
         self._look_at = math.inf
         self._commands = Commands()
         self.mailbox = Mailbox(self.call)
         self._polling = Polling(sockets)
         # Connections that stay open after a BYE for its answer, and until when.
         self._leaving: dict[Channel, float] = {}
-        self._flow = Flow(identity.rank, local, self._hear_call, self.mailbox.keep, self._connected, self._hang_up)
+        self.flow = Flow(identity.rank, local, self._hear_call, self.mailbox.keep, self._connected, self._hang_up, dead_after)
         self._doorman = Doorman(
             identity,
             secret,
@@ -120,7 +119,7 @@ class Wire:
             self.fail,
         )
         self._dialler = Dialler(
-            self._flow,
+            self.flow,
             self._polling,
             sockets,
             identity,
@@ -131,19 +130,18 @@ class Wire:
             min(timeout, dead_after),
             self._goes_first,
             self.fail,
-            self._refused,
         )
-        self._reader = Reader(self._polling, self._flow, self._hear_bye)
+        self._reader = Reader(self._polling, self.flow, self._hear_bye)
         self._polling.dialler, self._polling.doorman = self._dialler, self._doorman
         self.control_plane = ControlPlane(
             identity.rank,
             len(expected),
             self.call,
-            self._flow.send_note,
+            self.flow.send_note,
             self._view,
             self._dialler.want,
+            self._first_round,
             identity.incarnation,
-            lambda: any(link.start > self._flow.round for link in self._flow.links.values()),
         )
         self._closing: float | None = None
         self._thread = threading.Thread(target=self._run, name="decent_dp-transport", daemon=True)
@@ -154,42 +152,36 @@ class Wire:
 
     # -- called by any thread -----------------------------------------------------------------------------------------
 
-    def connect(self, peer: int, *, wait: bool = True, ahead: bool = False) -> None:
-        """Makes sure that there will be a connection: one of both makes it.
+    def connect(self, peer: int) -> None:
+        """Makes sure that there will be a connection: one of both makes it."""
+        if peer not in self._asked:
+            self._asked.add(peer)
+            self.call(lambda: self._dialler.want(peer) if self.flow.link(peer).state is LinkState.NEW else None)
 
-        Args:
-            wait: until there is one, if this worker dials first. Where faults are tolerated that may fail.
-            ahead: all workers do so together, and wait for the connections that others dial first, too.
+    def is_connected(self, peer: int) -> bool:
+        """Whether there is a connection. Waits until it is made, or the peer counts as dead."""
+        while (view := self._view(peer)) in (View.UNKNOWN, View.PENDING):
+            self.refuse_failed()
+            time.sleep(_LOOK / 50)
+        return view is View.LINKED
 
-        Raises:
-            OSError, RuntimeError: the peer cannot be reached, or does not welcome this worker.
-        """
-        if peer in self._asked:
-            return
-        opened: Future[None] = Future()
+    def has_ended(self, peer: int) -> bool:
+        """Whether the connection is lost, and nobody listens at the address of this worker any more."""
+        link = self.flow.links.get(peer)
+        return link is not None and link.refused
 
-        def want() -> None:
-            if self._flow.link(peer).state is LinkState.NEW:
-                self._waiting[peer] = opened
-                self._dialler.want(peer)
-            else:
-                opened.set_result(None)
-
-        self.call(want)
-        if self.neighbours is not None:
-            deadline = time.monotonic() + self._dead_after
-            while wait and self._goes_first(peer) and self._view(peer) is View.UNKNOWN and time.monotonic() < deadline:
-                time.sleep(_LOOK / 10)
-        elif ahead or self._goes_first(peer):
-            opened.result()
-        self._asked.add(peer)
+    def why_lost(self, peer: int) -> BaseException:
+        """Why a worker takes no part in an exchange."""
+        link = self.flow.link(peer)
+        # Where they are connected it has waited for too long itself.
+        return TimeoutError() if link.state in (LinkState.NEW, LinkState.OPEN) and link.cause is None else link.why_lost
 
     def _goes_first(self, peer: int) -> bool:
         """Whether this worker dials another one at once, and not only if that one has not."""
         return (self.incarnation_of(peer), peer) < (self._identity.incarnation, self._identity.rank)
 
     def incarnation_of(self, peer: int) -> int:
-        link = self._flow.links.get(peer)
+        link = self.flow.links.get(peer)
         return 0 if link is None else link.incarnation
 
     def renew(self, peer: int, incarnation: int, start: int = -1) -> None:
@@ -198,15 +190,11 @@ class Wire:
         def renew() -> None:
             if self.incarnation_of(peer) < incarnation:
                 self._expected.add(peer)
-                self._flow.renew(peer, incarnation, start)
+                self.flow.renew(peer, incarnation, start)
                 self.mailbox.drop(peer)
                 self.control_plane.renew(peer, incarnation)
 
         self.call(renew)
-
-    def want(self, peer: int) -> None:
-        """A connection is to be made, where faults are tolerated."""
-        self.call(lambda: self._dialler.want(peer))
 
     def visit(self, peer: int, incarnation: int) -> StateStream:
         """``Neighbours.visit``."""
@@ -224,29 +212,35 @@ class Wire:
         stream = self._polling.streams[channel] = StateStream(channel, self.call, self._polling.hang_up)
         return stream
 
+    def open(self, pair: Pair) -> None:
+        self.call(lambda: self.flow.settlement.open(pair))
+
+    def drop(self, pair: Pair) -> None:
+        self.call(lambda: self.flow.settlement.drop(pair))
+
     def send(self, sending: Sending) -> None:
-        self.call(lambda: self._flow.add_sending(sending))
+        self.call(lambda: self.flow.add_sending(sending))
 
     def advance(self, sending: Sending, ready: int) -> None:
         """The first ``ready`` bytes of a message are final."""
         sending.ready = ready
-        self.call(lambda: self._flow.queue(sending))
+        self.call(lambda: self.flow.queue(sending))
 
     def receive(self, receiving: Receiving) -> None:
-        self.call(lambda: self._flow.add_receiving(receiving))
+        self.call(lambda: self.flow.add_receiving(receiving))
 
     def send_hint(self, peer: int, key: Key, hint: bytes) -> None:
         """Sends what the peer needs to encode for an exchange. It is lost without an error if the peer is gone."""
-        self.call(lambda: self._flow.send_hint(peer, key, hint))
+        self.call(lambda: self.flow.send_hint(peer, key, hint))
 
     def last_progress(self, peer: int) -> float:
         """When a part of a message last came from ``peer`` or went to it, on the monotonic clock; 0 for never."""
-        link = self._flow.links.get(peer)
+        link = self.flow.links.get(peer)
         return link.moved if link is not None else 0.0
 
     def open_slots(self, peer: int, exchange: tuple[int, int]) -> list[int]:
         """The slots of the messages of an exchange (round, bucket) that are yet to come from ``peer``, or to go to it."""
-        link = self._flow.links.get(peer)
+        link = self.flow.links.get(peer)
         keys = [] if link is None else [*list(link.receivings), *list(link.sendings)]
         return [slot for *of, slot in keys if tuple(of) == exchange]
 
@@ -266,19 +260,22 @@ class Wire:
 
     def lost(self) -> list[int]:
         """The peers whose connection is closed for good."""
-        return sorted(link.peer for link in list(self._flow.links.values()) if link.closed is not None)
+        return sorted(link.peer for link in list(self.flow.links.values()) if link.closed is not None)
 
-    def tolerate(self, dead_after: float, places: int = 0) -> WireNeighbours:
-        """From now on lost connections are made again, and exchanges of pairs end with a verdict.
+    def patience(self, peer: int, since: float) -> float:
+        """Seconds for which an exchange may still wait for a sign of life. If none are left, its edge is a hole.
 
         Args:
-            places: the number of ranks, with those of workers that may come (``renew``).
+            since: when the exchange was started; it counts for a peer that has never been connected.
         """
-        self.control_plane.expand(places)
-        self._dead_after = self._flow.dead_after = dead_after
-        self.call(self._beat)  # it is more often from now on
-        self.neighbours = WireNeighbours(self, self._flow, self._identity.rank, dead_after)
-        return self.neighbours
+        link = self.flow.links.get(peer)
+        now = self.now()
+        if link is None or link.state is LinkState.NEW:
+            return since + self._dead_after - now
+        lively = SILENT * self._dead_after - link.silence(now)
+        if link.state is LinkState.BROKEN:
+            return 0.0 if link.refused else min(lively, link.since + _MENDED - now)
+        return lively
 
     def call(self, command: Callable[[], None]) -> None:
         """Runs ``command`` in this thread.
@@ -359,12 +356,11 @@ class Wire:
             self._end(channel)
         self._polling.over.clear()
         self._commands.run()
-        more = self._flow.go_on()
+        more = self.flow.go_on()
         if self._closing is None:
-            if self._flow.tolerant:
-                for link in self._flow.links.values():
-                    if link.state is LinkState.BROKEN:
-                        self._dialler.want(link.peer)
+            for link in self.flow.links.values():
+                if link.state is LinkState.BROKEN:
+                    self._dialler.want(link.peer)
             self._look_at = min(self._dialler.look(), self.control_plane.look())
         return more
 
@@ -372,7 +368,7 @@ class Wire:
         """Seconds for which nothing is to be done."""
         if self._commands:
             return 0.0
-        if self._flow.waiting or self._closing is not None or self._leaving or self._doorman.busy:
+        if self.flow.waiting or self._closing is not None or self._leaving or self._doorman.busy:
             return _LOOK if self._closing is None else _LOOK / 5
         return max(0.0, min(self._next_beat, self._look_at) - time.monotonic())
 
@@ -383,7 +379,7 @@ class Wire:
         if not channel.socket.zmq.closed:
             self._reader.read(channel.socket, time.monotonic() + _LAST)
         link = channel.link
-        if link and channel is link.bulk and link.control and link.network.local and not self._flow.tolerant:
+        if link and channel is link.bulk and link.control and link.network.local:
             # The peer has ended. Its last messages may still come over the other connection, as nobody says that they have.
             self._leaving.setdefault(link.control, time.monotonic() + _LAST)
             self._polling.hang_up(channel)
@@ -399,7 +395,7 @@ class Wire:
         if link is not None and channel in (link.control, link.bulk):
             silent = time.monotonic() - link.heard > self._dead_after / 2
             reason = f"silent for {self._dead_after:g} s" if silent else "closed by the peer"
-            self._flow.lose(link, reason, SilentError(reason) if silent else None)
+            self.flow.lose(link, reason, SilentError(reason) if silent else None)
         self._polling.hang_up(channel)
 
     # -- links --------------------------------------------------------------------------------------------------------
@@ -407,24 +403,26 @@ class Wire:
     def _connected(self, peer: int) -> None:
         if self._closing is not None:
             self._say_bye()
-        self._flow.beat(self._flow.link(peer))  # says in which round and epoch this worker is
-        if self._flow.tolerant:
-            self.control_plane.reconnected(peer)
-        self._waiting.pop(peer, Future[None]()).set_result(None)
+        self.flow.beat(self.flow.link(peer))  # says in which round and epoch this worker is
+        self.control_plane.reconnected(peer)
 
     def _hear_call(self, peer: int, key: Key, text: bytes) -> None:
         self.control_plane.hear(peer, key, text)
 
     def _view(self, peer: int) -> View:
         """What the control plane is to know of a peer; any thread may ask."""
-        link = self._flow.links.get(peer)
+        link = self.flow.links.get(peer)
         if link is None or link.state is LinkState.NEW:
             return View.UNKNOWN
         if link.silence(self.now()) >= self._dead_after:
             return View.LOST
-        if link.state is LinkState.OPEN and self.neighbours is not None and self.neighbours.patience(peer, 0.0) > 0:
+        if link.state is LinkState.OPEN and self.patience(peer, 0.0) > 0:
             return View.LINKED
         return View.PENDING
+
+    def _first_round(self, peer: int) -> int:
+        link = self.flow.links.get(peer)
+        return -1 if link is None else link.start
 
     def _admit(self, worker: Identity) -> str | None:
         """Why a worker that has connected is refused; None: it is welcome."""
@@ -432,7 +430,7 @@ class Wire:
             return "nobody can join this run" if self.on_guest is None else None
         if worker.rank not in self._expected or worker.rank == self._identity.rank:
             return f"rank {worker.rank} is not expected"
-        link = self._flow.link(worker.rank)
+        link = self.flow.link(worker.rank)
         if worker.incarnation != link.incarnation:
             return REPLACED if worker.incarnation < link.incarnation else f"worker {worker.rank} is not a member yet"
         if link.state is LinkState.GONE:
@@ -443,8 +441,6 @@ class Wire:
             is_new = link.state is LinkState.OPEN and time.monotonic() - link.since < _CROSSED
             if self._dialler.is_through(worker.rank) or is_new:
                 return CROSSING
-        if link.state is LinkState.OPEN and not self._flow.tolerant:
-            return f"rank {worker.rank} is connected already, and no rank may run twice"
         return None
 
     def _let_in(self, worker: Identity, channels: list[Channel]) -> None:
@@ -454,11 +450,11 @@ class Wire:
             if not start_thread(serve, "decent_dp-guest", self._guest_failed):
                 self._polling.hang_up(channels[0])
             return
-        link = self._flow.link(worker.rank)
+        link = self.flow.link(worker.rank)
         self._dialler.cancel(worker.rank)
         if link.state is LinkState.OPEN:  # the peer has seen first that it was lost
-            self._flow.lose(link, "replaced by the peer")
-        self._flow.open(link, worker.uid, *channels)
+            self.flow.lose(link, "replaced by the peer")
+        self.flow.open(link, worker.uid, *channels)
 
     def _serve(self, stream: StateStream) -> None:
         assert self.on_guest is not None
@@ -469,13 +465,6 @@ class Wire:
         """The process asks another worker, and this one trains on."""
         if self._guest_errors.again():
             _log.warning("a process that joins was not served (%d times by now)", self._guest_errors.times, exc_info=error)
-
-    def _refused(self, peer: int, error: Exception) -> None:
-        """Where faults are not tolerated: a peer cannot be reached, and is not tried again."""
-        self._flow.fail(self._flow.link(peer), error)
-        waiting = self._waiting.pop(peer, None)
-        if waiting is not None and not waiting.done():
-            waiting.set_exception(error)
 
     def _hang_up(self, link: Link) -> None:
         for channel in (link.control, link.bulk):
@@ -493,33 +482,32 @@ class Wire:
         self._woke, now = self.woke(), time.monotonic()
         stopped = now - self._next_beat
         if stopped > 2 * self.interval:  # this process was, perhaps with all others
-            for link in self._flow.links.values():
+            for link in self.flow.links.values():
                 link.was_stopped(stopped)
             self.stopped += stopped
         self._next_beat = now + self.interval
         self._doorman.look()
         for channel in [channel for channel, until in self._leaving.items() if now >= until]:
             self._lose(channel)
-        for link in list(self._flow.links.values()):
+        for link in list(self.flow.links.values()):
             if link.state is LinkState.OPEN:
-                self._flow.beat(link)
-            if self._flow.tolerant:
-                self._judge(link, now)
+                self.flow.beat(link)
+            self._judge(link, now)
 
     def _judge(self, link: Link, now: float) -> None:
         brought = max(link.moved, link.since, link.busy)
         if link.state is LinkState.OPEN and link.outstanding and now - brought > self._dead_after:
             # The control connection lives, and the peer neither sends what it has offered nor moves an earlier exchange.
-            self._flow.lose(link, f"it has brought nothing for {self._dead_after:g} s")
+            self.flow.lose(link, f"it has brought nothing for {self._dead_after:g} s")
         if link.state is LinkState.BROKEN and link.silence(now) > self._dead_after:
-            self._flow.settlement.expire(link)
+            self.flow.expire(link)
         if link.state is LinkState.NEW and link.pairs and now - link.since > SILENT * self._dead_after:
             self._dialler.want(link.peer)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _say_bye(self) -> None:
-        for link in self._flow.links.values():
+        for link in self.flow.links.values():
             if link.state is LinkState.OPEN and link.control is not None:
                 link.control.send(pack(BYE))
 
@@ -531,17 +519,14 @@ class Wire:
         for left in (link.control, link.bulk):
             if left is not None:
                 self._leaving[left] = time.monotonic() + _LINGER
-        if self._flow.tolerant:
-            self._flow.give_up(link, "the peer has left")
-        else:
-            self._flow.fail(link, ConnectionError("closed by the peer"))
+        self.flow.give_up(link, "the peer has left")
 
     def _is_drained(self) -> bool:
         """All peers have answered this worker's BYE, so they have received everything before it."""
         assert self._closing is not None
         if time.monotonic() > self._closing:
             return True
-        waits = [link for link in self._flow.links.values() if link.state is LinkState.OPEN and not link.left]
+        waits = [link for link in self.flow.links.values() if link.state is LinkState.OPEN and not link.left]
         return not (self._commands or waits)
 
     def _shut_down(self) -> None:
@@ -553,13 +538,10 @@ class Wire:
             self._commands.run_last()
             self.control_plane.close(self._commands.error)
             self._dialler.close()
-            for waiting in self._waiting.values():
-                if not waiting.done():
-                    waiting.set_exception(self._commands.is_over())
-            for link in self._flow.links.values():
+            for link in self.flow.links.values():
                 if link.control is not None:  # what is on its way there goes out, unlike memory that is lent to libzmq
                     self._leaving.setdefault(link.control, math.inf)
-                self._flow.fail(link, over)
+                self.flow.fail(link, over)
             for stream in list(self._polling.streams.values()):
                 stream.lose()
             self._commands.end()

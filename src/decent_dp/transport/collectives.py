@@ -1,4 +1,4 @@
-"""Collectives of the living workers, over their own connections: a death inside one costs another try."""
+"""Collectives of the workers, over their own connections: a death inside one is an error, or costs another try."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import contextlib
 import heapq
 import json
 import logging
-import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,25 +19,25 @@ import torch
 from torch import Tensor
 
 from decent_dp.errors import OutOfStepError, PeerLostError, PeerTimeoutError
-from decent_dp.transport.agreement import Decision, View
+from decent_dp.transport.agreement import NO_ROUND, View
 from decent_dp.transport.base import Control, DeferredHandle, Handle
-from decent_dp.transport.control_plane import CALL, ControlPlane
+from decent_dp.transport.control_plane import ControlPlane
 from decent_dp.transport.messages import LARGEST_FRAME
 
-__all__ = ["SurvivorControl", "spanning_tree"]
+__all__ = ["Collectives", "needs_all", "spanning_tree"]
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
 # The most bytes of the message of one worker, and of all, that go through an agreement; larger ones go over the tree.
-_SMALL, _SMALL_OF_ALL = 2**12, LARGEST_FRAME // 4
+_SMALL = 2**12
+_SMALL_OF_ALL = LARGEST_FRAME // 4
 # The end of what a worker says about itself that has missed calls.
 _LATE = "late"
-# Later than all rounds: of calls in which all take part.
-_NO_ROUND = 2**62
-# The text that a transport contributes for a worker that takes no part in a call.
-_ABSENT = "absent"
+# What a worker says at the end of a collective: whether it has its result.
+_DONE = "done"
+_FAILED = "failed"
 # Seconds after which a wait for others is a long one.
 _SOON = 0.02
 # Seconds between two looks at the rounds of workers that are waited for.
@@ -52,24 +50,28 @@ _CALL = 24
 _SEGMENT = 2**26
 
 
-class SurvivorControl(Control):
+class Collectives(Control):
     """Collectives that end with the same result on all living workers, also if some die inside.
 
     Each one ends with an agreement on whether all have their result. If not, the living workers make it again. ``ranks`` are
     those that took part in the last one. Data go up and down a tree of connections that work.
 
     A worker that was silent for a while, or has joined, may have missed calls. Its next call is the next one of the others that
-    has the same name. The others do not wait for it in a call that has begun without it: its transport says in its place that
-    it is absent. So does that of a process that has joined, in calls that are made before its first round.
+    has the same name.
 
     Args:
         ranks: of the workers that began the run.
         node_of: the name of each worker's node; the tree leaves a node as seldom as it can.
         timeout: seconds after which a wait for a living worker fails that makes no rounds meanwhile.
+        kind, channel: of the names of agreements, and of blocks: the same on all of these workers, and others of this worker
+            have others.
+        among: the workers whose collectives these are; None: all, those included that join.
+        explain: without ``faults=``: the error for a collective in which these workers have not taken part, as they are gone.
+            None: the others go on without them.
         leave: called when this worker can take part in no call any more, so that the others do not wait for it.
         incarnation: of this process.
         paused: context manager in which this worker waits for others for long.
-        round_of: the latest known round of another worker.
+        round_of: the latest known round of another worker, which is waited for as long as it makes rounds; None: it is not.
     """
 
     def __init__(
@@ -79,17 +81,24 @@ class SurvivorControl(Control):
         ranks: Sequence[int],
         node_of: Sequence[str],
         timeout: float,
+        *,
+        kind: str = "call",
+        channel: int = 0,
+        among: Sequence[int] | None = None,
+        explain: Callable[[list[int], str], PeerLostError] | None = None,
         leave: Callable[[], None] = lambda: None,
         incarnation: int = 0,
         paused: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-        round_of: Callable[[int], int] = lambda rank: -1,
+        round_of: Callable[[int], int] | None = None,
     ) -> None:
-        self._incarnation, self._paused = incarnation, paused
-        self._leave, self._round_of = leave, round_of
         self._plane, self._rank, self._node_of, self._timeout = plane, rank, node_of, timeout
+        self._kind, self._among, self._explain, self._leave = kind, among, explain, leave
+        self._incarnation, self._paused, self._round_of = incarnation, paused, round_of
+        self._courier = plane.courier(channel)
+        self._all = tuple(ranks)
+        self.ranks: tuple[int, ...] = self._all
         # Of the members of all collectives since ``begin``: all of them must have had the same.
         self._history = 0
-        self.ranks: tuple[int, ...] = tuple(ranks)
         # Collectives since ``begin``; what has begun; whether this worker has missed calls: then it is the one that is wrong
         # where calls differ.
         self._number, self._call, self._is_late = 0, "", False
@@ -99,47 +108,31 @@ class SurvivorControl(Control):
         self._parent: int | None = None
         self._children: tuple[int, ...] = ()
         self._round = 0  # of the present call
-        # Of a process that has joined: its first round, until it begins its first call, and until that has begun; else -1.
-        self._first = self._entered = -1
-        self._missed = -1  # the last call that this worker takes no part in
-        self._lock = threading.Lock()
-        plane.stand_in = self._stand_in
+        # Of a process that has joined, until its first call has begun: its first round; else -1.
+        self._entered = -1
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
     def begin(self, what: str, round_: int | None = None) -> None:
-        with self._lock:
-            self.calls, self._first = max(self.calls, self._missed) + 1, -1
+        self.calls += 1
         self._history, self._number, self._call = 0, 0, what
         self._began, self._is_waiting = time.monotonic(), False
-        self._round = _NO_ROUND if round_ is None else round_
+        self._round = NO_ROUND if round_ is None else round_
 
     def enter(self, calls: int, first: int) -> None:
         """This worker has joined others, which have begun so many calls. ``first``: its first round."""
-        self.calls = self._missed = calls
-        self._is_late, self._first, self._entered = True, first, first
-
-    def _stand_in(self, name: str, text: str) -> str | None:
-        """Called in a thread of the transport, when another worker has said something in a call."""
-        _, call, number = (int(part) if part.isdecimal() else -1 for part in name.split("/"))
-        said = None if text == _ABSENT else _Said.read(text)
-        with self._lock:
-            # The call is made before this worker's first round, or it has begun without this worker.
-            if (said is not None and said.round <= self._first) or (number > 0 and call > self.calls):
-                self._missed = max(self._missed, call)
-            return _ABSENT if call <= self._missed else None
+        self.calls, self._is_late, self._entered = calls, True, first
 
     def gather(self, message: Any) -> list[Any]:
         own = json.dumps(message)
         is_small = len(own) <= min(_SMALL, _SMALL_OF_ALL // len(self._node_of))
         while True:
-            decision = self._agree("a gather", own if is_small else "")
-            self._regroup(decision)
-            if all(decision.texts.values()):
-                return [json.loads(text) for text in decision.texts.values()]
-            texts = self._attempt("a gather of long messages", lambda: self._gather_over_tree(own))
-            if texts is not None:
-                return [json.loads(texts[rank]) for rank in self.ranks]
+            texts = self._agree("a gather", own if is_small else "")
+            if all(texts.values()):
+                return [json.loads(text) for text in texts.values()]
+            found = self._attempt("a gather of long messages", lambda: self._gather_over_tree(own))
+            if found is not None:
+                return [json.loads(found[rank]) for rank in self.ranks]
 
     def broadcast(self, tensor: Tensor) -> None:
         def make() -> Tensor:
@@ -179,41 +172,44 @@ class SurvivorControl(Control):
         """Calls ``make`` on all ``ranks``. Returns None if one of them has no result: the living workers are ``ranks`` then."""
         self._what = what
         result: T | None = None
-        self._plane.courier.begin(self.calls << _CALL | self._number)
+        self._courier.begin(self.calls << _CALL | self._number)
         try:
             result = make()
         except PeerLostError as error:
             _log.info("%s is made again: %s", what, error)
         except PeerTimeoutError:
-            self._plane.propose(self._name, self._said(what, "lost"))  # the others need not wait, too
+            self._propose(self._name, what, _FAILED)  # the others need not wait, too
             self._number += 1
             raise
         before = self.ranks
-        decision = self._agree(what, "lost" if result is None else "done")
-        self._regroup(decision)
-        return result if self.ranks == before and set(decision.texts.values()) == {"done"} else None
+        texts = self._agree(what, _FAILED if result is None else _DONE)
+        return result if self.ranks == before and set(texts.values()) == {_DONE} else None
 
     @property
     def _name(self) -> str:
         """Of the next agreement."""
-        return f"{CALL}{self.calls}/{self._number}"
-
-    def _said(self, what: str, text: str) -> str:
-        """What this worker says in an agreement."""
-        said = _Said(self._describe(what), self._history, self._incarnation, self._round, self._entered, self._is_late, text)
-        return said.write()
+        return f"{self._kind}/{self.calls}/{self._number}"
 
     def _describe(self, what: str) -> str:
         return f"{what} of {self._call}()" if self._call else what
 
-    def _await(self, name: str, what: str, text: str) -> Decision:
-        future = self._plane.propose(name, self._said(what, text))
+    def _propose(self, name: str, what: str, text: str) -> futures.Future[Mapping[int, str]]:
+        # Later ones of a call are those of the workers that have made the first.
+        among = self.ranks if self._number else self._among
+        away = [rank for rank in self.ranks if self._plane.view(rank) in (View.PENDING, View.LOST) and rank != self._rank]
+        said = _Said(
+            self._describe(what), self._history, self._incarnation, self._round, self._entered, self._is_late, away, text
+        )
+        return self._plane.agree(name, said.write(), round_=self._round, among=among, asks=text == _FAILED)
+
+    def _await(self, name: str, what: str, text: str) -> Mapping[int, str]:
+        future = self._propose(name, what, text)
         with contextlib.suppress(futures.TimeoutError):
             return future.result(_SOON)
         with self._paused():
             return self._wait_for_rounds(future, name, what)
 
-    def _wait_for_rounds(self, future: futures.Future[Decision], name: str, what: str) -> Decision:
+    def _wait_for_rounds(self, future: futures.Future[Mapping[int, str]], name: str, what: str) -> Mapping[int, str]:
         """Waits as long as the workers that have not come make rounds: a slower one has more to make before it comes."""
         began = last = time.monotonic()
         rounds: dict[int, int] = {}
@@ -221,28 +217,34 @@ class SurvivorControl(Control):
         while True:
             with contextlib.suppress(futures.TimeoutError):
                 return future.result(min(self._timeout / 10, _LOOK_AT_ROUNDS))
-            before, rounds, now = rounds, {rank: self._round_of(rank) for rank in self._plane.missing(name)}, time.monotonic()
+            missing, before, now = self._plane.missing(name), rounds, time.monotonic()
+            rounds = {} if self._round_of is None else {rank: self._round_of(rank) for rank in missing}
             # Of those that this worker has no connection to, others know whether they make rounds.
             moves = any(round_ < 0 or round_ > before.get(rank, round_) for rank, round_ in rounds.items())
             if moves and now - began <= _MOST_TIMEOUTS * self._timeout:
                 last = now
             if now - began <= self._timeout or (is_said and now - last <= self._timeout):
                 continue
-            names = ", ".join(f"worker {rank}" for rank in rounds) or "one of them"
+            names = ", ".join(f"worker {rank}" for rank in missing) or "one of them"
             text = (
                 f"not all living workers have come to {self._describe(what)} within the process group's timeout of "
                 f"{self._timeout:g} s: {names} did not."
             )
             if now - last > self._timeout:
-                raise PeerTimeoutError(f"{text} Make the same calls on every worker.")
+                raise PeerTimeoutError(
+                    f"{text} Make the same calls on every worker. Uneven numbers of batches need `with model.join():`."
+                )
             _log.warning("%s It is waited for, as it makes rounds. Is this call made on every worker?", text)
             is_said = True
 
-    def _agree(self, what: str, text: str) -> Decision:
+    def _agree(self, what: str, text: str) -> dict[int, str]:
+        """The texts of those that take part, which are ``ranks`` then."""
         while True:
-            name, self._number = self._name, self._number + 1
-            decision = self._await(name, what, text)
-            said = _of_the_present({rank: _Said.read(said) for rank, said in decision.texts.items() if said != _ABSENT})
+            name = self._name
+            texts = self._await(name, what, text)
+            self._number += 1
+            said = _of_the_present({rank: _Said.read(said) for rank, said in texts.items()})
+            self._refuse_absent(said, what)
             late = {rank for rank, one in said.items() if one.is_late}
             first = said[min(said, key=lambda rank: (rank in late, rank))] if said else None
             out = {rank for rank in late if first is not None and said[rank].call != first.call}
@@ -267,7 +269,13 @@ class SurvivorControl(Control):
                     "different collectives of it. Make the call again."
                 )
         self._history = zlib.crc32(f"{name} {list(said)}".encode(), self._history)
-        return Decision({rank: one.text for rank, one in said.items()}, decision.links)
+        self._regroup(said)
+        return {rank: one.text for rank, one in said.items()}
+
+    def _refuse_absent(self, said: Collection[int], what: str) -> None:
+        """Raises PeerLostError without ``faults=`` if a worker is gone; the same on all."""
+        if self._explain is not None and (absent := [rank for rank in self._all if rank not in said]):
+            raise self._explain(absent, self._describe(what))
 
     def _wait_for_a_later_call(self, theirs: str) -> None:
         """This worker takes no part in the call that the others make, but in their next one of the same name.
@@ -294,21 +302,19 @@ class SurvivorControl(Control):
             )
         if not self._is_waiting:
             _log.warning("worker %d has missed calls of the others: it waits for their next %s", self._rank, self._call)
-        with self._lock:
-            self._missed = max(self.calls, self._missed)
-            self.calls = self._missed + 1
+        self.calls += 1
         self._number, self._is_late, self._is_waiting = 0, True, True
-        self._plane.stand_in_again()
 
-    def _regroup(self, decision: Decision) -> None:
-        ranks = tuple(decision.texts)
+    def _regroup(self, said: Mapping[int, _Said]) -> None:
+        ranks = tuple(said)
         if ranks != self.ranks:
             gone, back = sorted(set(self.ranks) - set(ranks)), sorted(set(ranks) - set(self.ranks))
             _log.warning(
                 "collectives are those of workers %s: %s", list(ranks), f"{gone} are gone" if gone else f"{back} are back"
             )
         self.ranks = ranks
-        parents = spanning_tree(ranks, decision.links, self._node_of)
+        apart = {frozenset((rank, peer)) for rank, one in said.items() for peer in one.away}
+        parents = spanning_tree(ranks, apart, self._node_of)
         self._parent = parents[self._rank]
         self._children = tuple(rank for rank in ranks if parents[rank] == self._rank)
 
@@ -319,14 +325,17 @@ class SurvivorControl(Control):
         name, call = self._name, self._describe(self._what)
 
         def has_it(text: str) -> bool:
-            """Whether who says this has its result of the same collective, or takes no part."""
-            said = None if text == _ABSENT else _Said.read(text)
-            return said is None or (said.call, said.history, said.text) == (call, self._history, "done")
+            """Whether who says this has its result of the same collective."""
+            said = _Said.read(text)
+            return (said.call, said.history, said.text) == (call, self._history, _DONE)
 
         def check(peer: int) -> None:
-            if self._plane.view(peer) is View.LOST:
+            view = self._plane.view(peer)
+            if view is View.LOST:
                 raise PeerLostError(f"worker {peer} is gone")
-            if not all(map(has_it, self._plane.heard(name))):
+            if view is View.UNKNOWN:
+                self._plane.connect(peer)
+            if self._plane.is_asked(name) or not all(map(has_it, self._plane.heard(name))):
                 raise PeerLostError("another worker has lost one, or makes another call")
             if time.monotonic() - began > self._timeout:
                 raise PeerTimeoutError(
@@ -337,10 +346,10 @@ class SurvivorControl(Control):
         return check
 
     def _put(self, peer: int, block: Any) -> None:
-        self._plane.courier.put(peer, bytes(block), self._check(time.monotonic()))
+        self._courier.put(peer, bytes(block), self._check(time.monotonic()))
 
     def _get(self, peer: int) -> bytes:
-        return self._plane.courier.get(peer, self._check(time.monotonic()))
+        return self._courier.get(peer, self._check(time.monotonic()))
 
     def _sum_up(self, flat: Tensor) -> None:
         """``flat`` becomes the mean at the root, and elsewhere the sum of a part of the tree."""
@@ -383,6 +392,24 @@ class SurvivorControl(Control):
         return bytes(text)
 
 
+def needs_all(
+    found: futures.Future[Mapping[int, str]], world_size: int, explain: Callable[[list[int]], PeerLostError]
+) -> futures.Future[Mapping[int, str]]:
+    """The result of an agreement, which fails if one of these workers has no part in it."""
+    needed: futures.Future[Mapping[int, str]] = futures.Future()
+
+    def check(found: futures.Future[Mapping[int, str]]) -> None:
+        if (error := found.exception()) is not None:
+            needed.set_exception(error)
+        elif absent := [rank for rank in range(world_size) if rank not in found.result()]:
+            needed.set_exception(explain(absent))
+        else:
+            needed.set_result(found.result())
+
+    found.add_done_callback(check)
+    return needed
+
+
 def _by_rank(pairs: list[tuple[str, str]]) -> dict[int, str]:
     return {int(rank): text for rank, text in pairs}
 
@@ -397,6 +424,7 @@ class _Said:
         incarnation: of its process.
         round: in which it makes the call; ``entered``: its first one, if it has joined and this is its first call, else -1.
         is_late: it may have missed calls.
+        away: those of the others that it does not reach itself.
     """
 
     call: str
@@ -405,44 +433,41 @@ class _Said:
     round: int
     entered: int
     is_late: bool
+    away: list[int]
     text: str
 
     def write(self) -> str:
-        late = f" {_LATE}" * self.is_late
-        return f"{self.call}\n{self.history:x}\n{self.incarnation} {self.round} {self.entered}{late}\n{self.text}"
+        return json.dumps(list(vars(self).values()), separators=(",", ":"))
 
     @classmethod
     def read(cls, said: str) -> _Said:
-        """Raises ValueError: it is nothing that ``write`` returns."""
-        call, history, process, text = said.split("\n", 3)
-        incarnation, round_, entered, *late = process.split()
-        return cls(call, int(history, 16), int(incarnation), int(round_), int(entered), late == [_LATE], text)
+        """What ``write`` has returned on another worker."""
+        return cls(*json.loads(said))
 
 
 def _of_the_present(said: dict[int, _Said]) -> dict[int, _Said]:
     """Without processes that have joined and come to their first call, where the others make one before their first round."""
-    newest = max((one.round for one in said.values() if one.entered < 0), default=_NO_ROUND)
+    newest = max((one.round for one in said.values() if one.entered < 0), default=NO_ROUND)
     return {rank: one for rank, one in said.items() if one.entered < newest}
 
 
-def spanning_tree(ranks: Sequence[int], links: Mapping[int, AbstractSet[int]], node_of: Sequence[str]) -> dict[int, int | None]:
+def spanning_tree(ranks: Sequence[int], apart: Collection[frozenset[int]], node_of: Sequence[str]) -> dict[int, int | None]:
     """The parent of each worker in a tree over all of them, whose root is the first; the same on all workers.
 
     It grows worker by worker (as Prim's algorithm), within a node first, and near the root first. A worker has two children
     where the connections allow it, so that no worker sends much.
 
     Args:
-        links: for each worker, those that it is connected to. One that only one end names is used if there is no other.
+        apart: pairs of workers that are not connected. One is in the tree if there is no other way.
     """
     parents: dict[int, int | None] = {ranks[0]: None}
     depths, children = {ranks[0]: 0}, Counter[int]()
-    for most, both in ((2, True), (len(ranks), True), (len(ranks), False)):
+    for most, anyhow in ((2, False), (len(ranks), False), (len(ranks), True)):
         found: list[tuple[bool, int, int, int]] = []
 
-        def add(rank: int, found: list[tuple[bool, int, int, int]] = found, both: bool = both) -> None:
+        def add(rank: int, found: list[tuple[bool, int, int, int]] = found, anyhow: bool = anyhow) -> None:
             for peer in ranks:
-                named = (peer in links[rank]) + (rank in links[peer])
-                if peer not in parents and named > both:
+                if peer not in parents and (anyhow or frozenset((rank, peer)) not in apart):
                     heapq.heappush(found, (node_of[peer] != node_of[rank], depths[rank], rank, peer))
 
         for rank in list(parents):
