@@ -518,7 +518,7 @@ def test_nobody_meets_a_process_that_joins_before_its_first_round(make):
     link.start, link.round = 50, 51
     for round_, meets in ((10, False), (49, False), (50, True)):
         neighbours.announce(round_)
-        assert neighbours.available(edge, ExchangeId(round_, 0)) == meets
+        assert neighbours.usable(edge, ExchangeId(round_, 0)) == meets
         assert neighbours.round_of(1) == (51 if meets else -1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from decent_dp.transport.base import Control, ExchangeId, ExchangeRequest, Handle, Transport, Verdict
 from decent_dp.transport.in_process import InProcessTransport, LocalHub, run_replicas
-from decent_dp.transport.neighbours import Neighbours
+from decent_dp.transport.neighbours import Neighbours, PeerTable
 from decent_dp.transport.newcomer import NewcomerTransport
 from decent_dp.transport.process_group import (
     ProcessGroupTransport,
@@ -24,6 +24,7 @@ __all__ = [
     "LocalHub",
     "Neighbours",
     "NewcomerTransport",
+    "PeerTable",
     "ProcessGroupTransport",
     "Transport",
     "Verdict",

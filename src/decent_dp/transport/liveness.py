@@ -55,7 +55,7 @@ class WireNeighbours(Neighbours, Policy):
         self._last = math.inf
         self._lock = threading.Lock()
 
-    def available(self, edge: Edge, exchange_id: ExchangeId) -> bool:
+    def usable(self, edge: Edge, exchange_id: ExchangeId) -> bool:
         round_, bucket = exchange_id.round, exchange_id.bucket
         if round_ > self._last:
             return False
