@@ -14,12 +14,12 @@ from decent_dp.errors import WireError
 from decent_dp.faults import default_dead_after
 from decent_dp.topo import Edge
 from decent_dp.transport import mailbox as mailbox_module
-from decent_dp.transport.base import ExchangeId, Verdict
 from decent_dp.transport.link import LinkState, Pair, Receiving, Sending
 from decent_dp.transport.liveness import WireNeighbours
 from decent_dp.transport.mailbox import Mailbox
 from decent_dp.transport.messages import DATA, pack
 from decent_dp.transport.peer_errors import UnreachableError
+from decent_dp.transport.votes import ExchangeId, Verdict
 from tests.wires import Net, wait_for
 
 EDGE, EXCHANGE = Edge([0, 1], 0.5), ExchangeId(3, 0)

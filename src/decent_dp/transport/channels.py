@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from decent_dp.transport.base import Verdict
 from decent_dp.transport.hello import CONTROL
 from decent_dp.transport.link import Key, LinkState, Pair, Priority, Receiving, Sending
 from decent_dp.transport.messages import Header
 from decent_dp.transport.repeats import Repeats
 from decent_dp.transport.sockets import Socket
-from decent_dp.transport.votes import Votes
+from decent_dp.transport.votes import Verdict, Votes
 
 __all__ = ["SMALL", "Channel", "Link", "Network", "Rate"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decent_dp.topo import Edge
-from decent_dp.transport.base import ExchangeId, ExchangeRequest, Explain, Handle
+from decent_dp.transport.base import ExchangeRequest, Explain, Handle
 from decent_dp.transport.groups import BufferPool, GroupExchange, bytes_of
 from decent_dp.transport.handles import WHOLE, AllNeeded, PeerExplain, Policy, WireHandle, key_of
 from decent_dp.transport.link import Pair, Receiving, Sending
@@ -20,6 +20,7 @@ from decent_dp.transport.messages import HINT
 from decent_dp.transport.reduction_tree import group_by_node
 from decent_dp.transport.staging import Staging
 from decent_dp.transport.streams import on_stream, profiled
+from decent_dp.transport.votes import ExchangeId
 from decent_dp.transport.waiter import Waiter
 from decent_dp.transport.wire import Wire
 

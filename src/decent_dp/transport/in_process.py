@@ -19,11 +19,12 @@ from decent_dp.errors import PeerLostError, PeerTimeoutError, WireError
 from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
 from decent_dp.transport.agreement import View
-from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, ExchangeRequest, Handle, Transport, Verdict, written
+from decent_dp.transport.base import Control, DeferredHandle, ExchangeRequest, Handle, Transport, written
 from decent_dp.transport.collectives import Collectives, needs_all
 from decent_dp.transport.courier import Courier, Couriers
 from decent_dp.transport.link import Key
 from decent_dp.transport.neighbours import Neighbours
+from decent_dp.transport.votes import ExchangeId, Verdict
 
 __all__ = ["InProcessTransport", "LocalHub", "run_replicas"]
 

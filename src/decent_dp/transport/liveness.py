@@ -14,12 +14,12 @@ from functools import partial
 from typing import TypeVar
 
 from decent_dp.topo import Edge
-from decent_dp.transport.base import ExchangeId
 from decent_dp.transport.channels import Link
 from decent_dp.transport.handles import PeerExplain, Policy, WireHandle
 from decent_dp.transport.link import LinkState, Pair
 from decent_dp.transport.neighbours import Neighbours, Stream
 from decent_dp.transport.sockets import SILENT
+from decent_dp.transport.votes import ExchangeId
 from decent_dp.transport.wire import Wire
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from decent_dp.topo import Edge
-from decent_dp.transport.base import ExchangeId
+from decent_dp.transport.votes import ExchangeId
 
 __all__ = ["Neighbours", "PeerTable", "Stream"]
 
