@@ -228,7 +228,9 @@ def test_curves_are_those_of_an_independent_computation(workers, tmp_path):
     assert refused[0][0].startswith(differs)
     assert refused[0][1] == "ValueError: every must be a whole number of rounds, at least 1, got 0"
     assert "test_logging.py" in refused[0][2]
-    assert refused[0][3].startswith("OutOfStepError: worker 0 has come to a gather of consensus_distance() and worker 1 to a gather of log of Recorder()")
+    assert refused[0][3].startswith(
+        "OutOfStepError: worker 0 has come to a gather of consensus_distance() and worker 1 to a gather of log of Recorder()"
+    )
     assert curves(tmp_path / "refusals")["loss/mean"] == [(1, pytest.approx((1 + 2 + 2) / 3))]
 
 
