@@ -26,8 +26,10 @@ from decent_dp.transport.wire import Wire
 
 __all__ = ["WireExchanges"]
 
-# Bytes, and seconds, that are coded before the transport's thread moves messages again.
-_STRIDE, _STRIDE_FOR = 2**18, 1e-3
+# Bytes that are coded at least before the transport's thread moves messages again.
+_STRIDE = 2**18
+# Seconds after which it does.
+_STRIDE_FOR = 1e-3
 
 # Rounds of groups whose chunks are counted: more than are in flight.
 _ROUNDS = 256

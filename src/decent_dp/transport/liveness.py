@@ -26,10 +26,14 @@ T = TypeVar("T")
 
 __all__ = ["WireNeighbours"]
 
-# Seconds in which a process that was stopped reads what came meanwhile, and beats after which one other worker is enough.
-_OLD, _BEATS = 0.1, 1.5
-# Rounds of which the median is taken for the time of a step, and the fewest seconds by which an exchange can be late.
-_STEPS, _LATE = 16, 0.25
+# Seconds in which a process that was stopped reads what came meanwhile.
+_OLD = 0.1
+# Beats after a stop, from which on one other worker that is heard is enough.
+_BEATS = 1.5
+# Rounds of which the median is taken for the time of a step.
+_STEPS = 16
+# The fewest seconds by which an exchange can be late.
+_LATE = 0.25
 # The part of ``dead_after`` for which a living peer that is not in its exchange is waited for at most: it may itself wait for
 # one that is silent.
 _COMING = 0.4

@@ -38,8 +38,10 @@ from decent_dp.transport.wire import Wire
 
 __all__ = ["ProcessGroupTransport", "check_encrypt", "check_transport", "connect", "group_of_replicas", "open_transport"]
 
-# Threads of ZeroMQ, each of which serves some connections: the environment variable, and how many there can be.
-_IO_THREADS, _MOST_IO_THREADS = "DECENT_DP_IO_THREADS", 16
+# The environment variable for the number of ZeroMQ's threads, each of which serves some connections.
+_IO_THREADS = "DECENT_DP_IO_THREADS"
+# How many there can be.
+_MOST_IO_THREADS = 16
 # The channels of collectives: before ``tolerate``, after it, and of a part of the workers.
 _START = 0
 _CALLS = 1
