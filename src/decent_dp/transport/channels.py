@@ -35,17 +35,17 @@ _SLOW = 0.5
 
 # Messages of at most so many bytes are wanted as a whole at once: waiting would take longer than the message.
 SMALL = 2**14
-# Bytes that are wanted and have not arrived. With less, a link starves while the next request waits behind the data of the other
-# direction. With more, queues overflow, and two streams share a link for long at a change of rounds (docs/log.md, 2026-11-21,
-# "why full links ran dry").
+# Bytes that are wanted and have not arrived. With less, a link starves while the next request waits behind the data of the
+# other direction. With more, queues overflow, and two streams share a link for long at a change of rounds (docs/log.md,
+# 2026-11-21, "why full links ran dry").
 _USUAL = 2**19
 # They are no more than a link moves in so many seconds: a request waits in the queue of the other direction, and its bytes in
 # this one's.
 _USUAL_SECONDS = 0.25
 # At least what it moves in so many seconds.
 _LEAST_SECONDS = 0.05
-# From one peer alone twice what the way holds, its rate times the time in which a request takes effect, up to so many seconds of
-# it: heartbeats and votes wait behind them.
+# From one peer alone twice what the way holds, its rate times the time in which a request takes effect, up to so many seconds
+# of it: heartbeats and votes wait behind them.
 _MOST_SECONDS = 0.5
 # Bytes that are wanted ahead at least.
 _LEAST = 2**16
