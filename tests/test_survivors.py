@@ -244,7 +244,7 @@ def test_a_frozen_worker_is_left_out_and_told_when_it_wakes(make):
     results = company.run(lambda rank, control: control.gather(rank), [0, 1, 3])
     assert results == {rank: [0, 1, 3] for rank in (0, 1, 3)}
     assert DEAD_AFTER / 2 < time.monotonic() - began < DEAD_AFTER + SOON
-    wait_for(lambda: company.wire(2).neighbours.living() == [0, 1, 3], 10.0)
+    wait_for(lambda: WireNeighbours(company.wire(2), 2, DEAD_AFTER, 60.0).living() == [0, 1, 3], 10.0)
     late = company.run(lambda rank, control: control.gather(rank), [2])[2]
     assert isinstance(late, PeerLostError)
     assert "took worker 2 for gone" in str(late)

@@ -208,7 +208,10 @@ class WireNeighbours(Neighbours, Policy):
         self._run(lambda: settlement.abandon(pair, late=is_late))
 
     def _end_of_doubt(self, pair: Pair) -> float:
-        return pair.voted + SILENT * self._dead_after if pair.voted else math.inf
+        if not pair.voted:
+            return math.inf
+        # Where nobody listens any more nobody will vote.
+        return pair.voted + (0.0 if self._wire.has_ended(pair.receiving.peer) else SILENT * self._dead_after)
 
     def end_without(self, explain: PeerExplain, peer: int) -> None:
         return

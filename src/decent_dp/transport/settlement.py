@@ -68,6 +68,9 @@ class Settlement:
 
     def hear(self, link: Link, vote: Vote) -> None:
         link.votes.hear(vote)
+        pair = link.pairs.get(vote.bucket)
+        if pair is not None and pair.round == vote.round and not (vote.got or link.votes.in_doubt(vote.bucket)):
+            self._drop(link, vote.round, vote.bucket)  # also if the peer has said GOT before, and waits no longer
         self._end_if_settled(link, vote.bucket)
 
     def answer(self, link: Link, round_: int, bucket: int) -> None:
