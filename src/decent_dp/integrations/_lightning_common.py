@@ -21,7 +21,7 @@ from decent_dp import Gossip, Rule, Tolerate, Topology, gossip
 from decent_dp._checks import install_hint
 from decent_dp.checkpoint import load, save
 from decent_dp.errors import CheckpointError
-from decent_dp.integrations._living import save_again
+from decent_dp.integrations._survivors import save_again
 from decent_dp.replica.consistency import call_on_all
 
 try:

@@ -34,8 +34,8 @@ from decent_dp.integrations._lightning_common import (
     save_replicas,
 )
 from decent_dp.integrations._lightning_fabric import GossipFabricStrategy
-from decent_dp.integrations._lightning_living import LivingCollectives
-from decent_dp.integrations._living import Living, tolerates
+from decent_dp.integrations._lightning_survivors import LightningOverSurvivors
+from decent_dp.integrations._survivors import SurvivorCollectives
 from decent_dp.replica.shards import is_sharded
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 _MODEL = "state_dict"
 
 
-class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: ignore[misc]
+class GossipStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy):  # type: ignore[misc]
     """A strategy of Lightning's Trainer whose workers mix with their neighbours after each step of the optimizers.
 
     Validation, and the weights in checkpoint files, are the mean of the replicas. A folder beside each file has all replicas,
@@ -117,8 +117,8 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
         self.replica = self.make_replica(self.lightning_module, self.optimizers)
         self._left_out, self._random = 0, None
         self._contexts.enter_context(_Stops(self, trainer, self.replica))
-        if tolerates(self.replica):
-            self._contexts.enter_context(self.living_metrics(self.lightning_module))
+        if self.replica.tolerates_faults:
+            self._contexts.enter_context(self.survivor_metrics(self.lightning_module))
 
     def _setup_without_the_others(self, trainer: pl.Trainer) -> None:
         """As Lightning's own for ``validate``, ``test`` and ``predict``, without a broadcast of the model, the mean."""
@@ -128,7 +128,7 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
         self.setup_precision_plugin()
-        self._contexts.enter_context(self.living_metrics(self.lightning_module))
+        self._contexts.enter_context(self.survivor_metrics(self.lightning_module))
 
     def configure_ddp(self) -> None:
         """Wraps nothing."""
@@ -174,7 +174,8 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         found = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._training and tolerates(self.replica) and self.lightning_module.automatic_optimization:
+        replica = self.current_replica()
+        if replica is not None and replica.tolerates_faults and self.lightning_module.automatic_optimization:
             self._leave_out_batches()
         return found
 
@@ -315,11 +316,10 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
     def current_replica(self) -> Gossip | None:
         return self.replica if self._training else None
 
-    def living(self) -> Living | None:
+    def survivors(self) -> SurvivorCollectives | None:
         if not self._alone:
-            return super().living()
-        ranks = range(self.world_size) if self._last_control is None else self._last_control.ranks
-        return Living(self.global_rank, None, ranks)
+            return super().survivors()
+        return self.alone(range(self.world_size) if self._last_control is None else self._last_control.ranks)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -138,7 +138,7 @@ class Collectives(Control):
         host = [tensor.detach().cpu().resolve_conj().resolve_neg().contiguous() for tensor in tensors]
         kinds = self.gather([[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in host])
         kinds_of = dict(zip(self.ranks, kinds, strict=True))
-        own = b"".join(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) for tensor in host)
+        own = b"".join(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in host)
         found = self._until_all_have_it("a gather of tensors", lambda: self._gather_over_tree(own))
         return [_tensors_of(found[rank], kinds_of[rank]) for rank in self.ranks]
 
