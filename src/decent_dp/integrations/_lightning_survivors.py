@@ -14,6 +14,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from decent_dp import Gossip
+from decent_dp.integrations._lightning_common import Strategy
 from decent_dp.integrations._survivors import SurvivorCollectives
 from decent_dp.transport import Control
 
@@ -22,7 +23,7 @@ __all__ = ["LightningOverSurvivors"]
 T = TypeVar("T")
 
 
-class LightningOverSurvivors:
+class LightningOverSurvivors(Strategy):  # type: ignore[misc]
     """The part of both strategies that Lightning makes its collectives with. It comes before a DDPStrategy.
 
     Without ``faults`` they are those of the process group. With it they are those of the living workers while there is a
@@ -40,46 +41,40 @@ class LightningOverSurvivors:
 
     def survivors(self) -> SurvivorCollectives | None:
         """The workers of a collective; None for those of the process group."""
-        strategy: Any = self
         replica = self.current_replica()
         if replica is not None:
             self._last_control = replica.everyone.control if replica.tolerates_faults else None
         control = self._last_control
-        if control is None or (replica is None and len(control.ranks) == strategy.world_size):
+        if control is None or (replica is None and len(control.ranks) == self.world_size):
             return None
         if replica is None:
             return self.alone(control.ranks)
         if self._of_replica is None or self._of_replica[0] is not replica:
-            collectives = SurvivorCollectives(strategy.global_rank, replica, regrouped=self._take_over)
-            self._of_replica = replica, collectives
+            self._of_replica = replica, SurvivorCollectives(self.global_rank, replica, regrouped=self._take_over)
         return self._of_replica[1]
 
     def alone(self, ranks: Sequence[int]) -> SurvivorCollectives:
         """The collectives of this worker only; ``ranks``: of those that live."""
-        strategy: Any = self
-        return SurvivorCollectives(strategy.global_rank, None, ranks, regrouped=self._take_over)
+        return SurvivorCollectives(self.global_rank, None, ranks, regrouped=self._take_over)
 
     @property
     def has_lost_workers(self) -> bool:
         """Whether a worker is gone, so that the process group cannot be used any more."""
-        strategy: Any = self
         survivors = self.survivors()
-        return survivors is not None and len(survivors.ranks) < strategy.world_size
+        return survivors is not None and len(survivors.ranks) < self.world_size
 
     @property
     def is_global_zero(self) -> bool:
         """Whether this worker writes files and logs: the first one that lives."""
-        strategy: Any = self
         survivors = self.survivors()
-        return bool(strategy.global_rank == (0 if survivors is None else survivors.ranks[0]))
+        return bool(self.global_rank == (0 if survivors is None else survivors.ranks[0]))
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """This worker's share of the data; among the living workers when a data loader is made anew."""
-        base: Any = super()
         survivors = self.survivors()
         if survivors is None:
-            kwargs: dict[str, Any] = base.distributed_sampler_kwargs
+            kwargs: dict[str, Any] = super().distributed_sampler_kwargs
             return kwargs
         rank, number = survivors.position
         return {"num_replicas": number, "rank": rank}
@@ -87,37 +82,32 @@ class LightningOverSurvivors:
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         survivors = self.survivors()
         if survivors is None:
-            base: Any = super()
-            base.barrier(*args, **kwargs)
+            super().barrier(*args, **kwargs)
         else:
             survivors.barrier()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        base: Any = super()
         survivors = self.survivors()
-        found: T = base.broadcast(obj, src) if survivors is None else survivors.broadcast(obj, src)
+        found: T = super().broadcast(obj, src) if survivors is None else survivors.broadcast(obj, src)
         return found
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         survivors = self._survivors_of(group)
         if survivors is None or not isinstance(tensor, Tensor):
-            base: Any = super()
-            return base.reduce(tensor, group, reduce_op)
+            return super().reduce(tensor, group, reduce_op)
         survivors.reduce_(tensor, "sum" if reduce_op is None else reduce_op)
         return tensor
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if self._survivors_of(group) is None or not isinstance(tensor, Tensor):
-            base: Any = super()
-            return base.all_reduce(tensor, group, reduce_op)
+            return super().all_reduce(tensor, group, reduce_op)
         return self.reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Shape (living workers, ...). Raises ValueError for ``sync_grads``, with faults."""
         survivors = self._survivors_of(group)
         if survivors is None:
-            base: Any = super()
-            found: Tensor = base.all_gather(tensor, group, sync_grads)
+            found: Tensor = super().all_gather(tensor, group, sync_grads)
             return found
         if sync_grads:
             raise ValueError(
@@ -128,8 +118,7 @@ class LightningOverSurvivors:
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         survivors = self.survivors()
         if survivors is None:
-            base: Any = super()
-            return bool(base.reduce_boolean_decision(decision, all))
+            return bool(super().reduce_boolean_decision(decision, all))
         decisions = survivors.gather(bool(decision))
         return False not in decisions if all else True in decisions
 

@@ -166,4 +166,5 @@ def _encoded(value: Any) -> tuple[str, dict[str, Tensor]]:
 
 def _decoded(head: Tensor, *tensors: Tensor) -> Any:
     text, *keys = json.loads(bytes(head.numpy()))
-    return decode(text, dict(zip(keys, tensors, strict=True)).__getitem__)
+    by_key = dict(zip(keys, tensors, strict=True))
+    return decode(text, lambda key: by_key[key])
