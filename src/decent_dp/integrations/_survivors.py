@@ -76,9 +76,9 @@ class SurvivorCollectives:
         """The messages of all, which are JSON. ``what``: names the call."""
         return self._call(what, lambda control: control.gather(message), [message])
 
-    def gather_tensors(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The tensors of all, on the CPU; shapes and dtypes may differ."""
-        return self._call("gather_tensors", lambda control: control.gather_tensors(tensors), [list(tensors)])
+    def gather_tensors(self, tensors: Sequence[Tensor], what: str = "gather_tensors") -> list[list[Tensor]]:
+        """The tensors of all, on the CPU; shapes and dtypes may differ. ``what``: names the call."""
+        return self._call(what, lambda control: control.gather_tensors(tensors), [list(tensors)])
 
     def gather_objects(self, value: Any) -> list[Any]:
         """The values of all; tensors arrive on the CPU.
@@ -116,7 +116,8 @@ class SurvivorCollectives:
         if name not in _REDUCTIONS:
             raise ValueError(f"with faults= there is no reduction {operation!r}: choose one of {sorted(_REDUCTIONS)}")
         with torch.no_grad():
-            return tensor.copy_(_REDUCTIONS[name](torch.stack([own for (own,) in self.gather_tensors([tensor])])))
+            stack = torch.stack([own for (own,) in self.gather_tensors([tensor], "reduce")])
+            return tensor.copy_(_REDUCTIONS[name](stack))
 
     def _call(self, what: str, make: Callable[[Control], list[T]], own: list[T]) -> list[T]:
         """What ``make`` returns; ``own`` if this worker is alone."""
