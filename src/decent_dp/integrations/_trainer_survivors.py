@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -198,8 +199,8 @@ class TrainerOverSurvivors:
             steps = trainer.state.global_step - trainer._globalstep_last_logged
             if control.should_log and steps > 0:
                 # The Trainer divides by the steps, which include those that this worker has not made.
-                self._survivors.reduce_(tr_loss.div_(max(1, steps - self._unlogged)), "mean")
-                tr_loss.mul_(steps)
+                own = float(tr_loss) / max(1, steps - self._unlogged)
+                tr_loss.fill_(steps * statistics.fmean(self._survivors.gather(own, "log")))
                 self._unlogged = 0
             if control.should_log or control.should_evaluate or control.should_save:
                 self.barrier()  # the shares of the data, and the worker that writes, are those of the present workers
