@@ -153,6 +153,10 @@ class Control(ABC):
         """The messages of all workers, in the order of ``ranks``; they must be serializable as JSON."""
 
     @abstractmethod
+    def gather_tensors(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The tensors of all workers (any number, dtypes and shapes, dense or not), on the CPU, in the order of ``ranks``."""
+
+    @abstractmethod
     def mean(self, tensor: Tensor) -> Handle:
         """``tensor`` (floating point, contiguous) becomes, after the handle's ``wait``, its mean over workers.
 
