@@ -170,6 +170,24 @@ BREAKAGES = [
         "return is_here + [rank for rank in living if rank != first].index(self._rank)",
         "return 100",
     ),
+    Breakage(
+        "a checkpoint counts as complete without the file of another worker than the first",
+        "checkpoint/saver.py",
+        "        if kind:\n",
+        "        if kind and rank == min(reports):\n",
+    ),
+    Breakage(
+        "workers stop after the smallest vote",
+        "checkpoint/preempt.py",
+        "        return max(map(int, votes.result().values()))",
+        "        return min(map(int, votes.result().values()))",
+    ),
+    Breakage(
+        "a worker that leaves takes its vote with it",
+        "transport/agreement.py",
+        " and not (rank == peer and rank in self._departed)",
+        "",
+    ),
 ]
 
 
