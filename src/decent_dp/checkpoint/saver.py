@@ -287,7 +287,7 @@ class Saver(Listener):
             self._wait_for_earlier()
             snapshot = take(replica)
             random = random_states(replica.model)  # after it: a pending update may draw
-            text, tensors = encode({"snapshot": snapshot, "random": random, "state": dict(state)}, "")
+            text, tensors = encode({"snapshot": snapshot, "random": random, "state": dict(state)})
             root = self._roots.setdefault(os.path.realpath(where), _Root())
             ranks, replicas = replica.everyone.control.ranks, replica.replicas
             rank, n, round_ = ranks.index(self._transport.rank), len(ranks), snapshot["round"]
