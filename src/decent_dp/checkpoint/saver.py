@@ -426,7 +426,7 @@ class Saver(Listener):
         )
         error: Exception | None
         try:
-            agreed = self._transport.agree(name, report, what)
+            agreed = self._transport.agree(name, report, what, round_=job.round_)
             error = _failure(wait_for_all(self._transport, name, agreed, timeout, what, late), job.workers)
             if error is not None and shard is not None:
                 # It never becomes complete. After a PeerError it may have.
