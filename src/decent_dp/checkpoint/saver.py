@@ -341,7 +341,7 @@ class Saver(Listener):
         futures.wait([saving._written for saving in in_flight], own)
         others = max(0.0, began + limit - time.monotonic()) if at_error else limit
         futures.wait([saving._over for saving in in_flight if saving._written.done()], others)
-        for saving in in_flight:
+        for saving in reversed(in_flight):  # each one waits for the one before
             if not saving.done:
                 self._give_up(saving, own, limit)
         if all(saving._written.done() for saving in self._in_flight):
