@@ -267,20 +267,26 @@ class _StopVote(Listener):
         self._cast(asks=False)
 
     def _run(self) -> None:
-        while not (self._request.pending or self._transport.is_asked(self._name)):
-            if self._left.wait(_LOOK):
-                return
+        try:
+            while not (self._request.pending or self._transport.is_asked(self._name)):
+                if self._left.wait(_LOOK):
+                    return
+        except Exception as error:  # which nobody expects
+            self._cast(asks=True, failure=error)
+            return
         if self._request.pending:
             _log.warning("worker %d was asked to stop: all workers stop after the same round", self._transport.rank)
         self._cast(asks=True)
 
-    def _cast(self, *, asks: bool) -> None:
+    def _cast(self, *, asks: bool, failure: Exception | None = None) -> None:
         with self._lock:
             if self._vote is not None:
                 return
             self._vote = self._engine.round + 1
             self._deadline = time.monotonic() + self._grace
             try:
+                if failure is not None:
+                    raise failure
                 self._votes = self._transport.agree(self._name, str(self._vote), _WHAT, asks=asks)
-            except RuntimeError as error:  # the transport was closed, or has failed
+            except Exception as error:  # the transport was closed, or has failed
                 self._votes.set_exception(error)
