@@ -28,6 +28,7 @@ from decent_dp.membership import epochs as epochs_module
 from decent_dp.membership.epoch_store import Epoch, EpochStore
 from decent_dp.membership.epochs import Epochs
 from decent_dp.topo import make_topology
+from decent_dp.transport.sockets import SILENT
 
 T = TypeVar("T")
 
@@ -126,6 +127,10 @@ class Worker:
 
     def lost(self) -> list[int]:
         now, notice = self.world.now, self.world.notice
+        return [peer for peer, died in self.world.victims.items() if peer in self.peers and now - died >= notice]
+
+    def silent(self) -> list[int]:
+        now, notice = self.world.now, min(self.world.notice, SILENT * DEAD_AFTER)
         return [peer for peer, died in self.world.victims.items() if peer in self.peers and now - died >= notice]
 
     def ended(self) -> list[int]:

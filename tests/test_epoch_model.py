@@ -159,6 +159,9 @@ class Worker:
     def lost(self) -> list[int]:
         return [rank for rank in self._others() if self.world.silence(self, rank) >= DEAD_AFTER]
 
+    def silent(self) -> list[int]:
+        return [rank for rank in self._others() if self.world.silence(self, rank) >= 0.3 * DEAD_AFTER]
+
     def ended(self) -> list[int]:
         return [rank for rank in self._others() if self.world.silence(self, rank) == math.inf]
 

@@ -543,7 +543,8 @@ class Alone:
         self.store.register()
         fake: Any = self
         self.epochs = Epochs(rank, 4, fake, EpochTopology(ring_of, world_size=5, rank=rank, members=4), self.store, incarnation)
-        self.lost, self.left, self.ended = (lambda: self.is_lost), (lambda: self.has_left), (lambda: self.has_ended)
+        self.silent = self.lost = lambda: self.is_lost
+        self.left, self.ended = (lambda: self.has_left), (lambda: self.has_ended)
         self.living, self.stop_mixing_after = (lambda: self.hears), self.confined.append
         self.newest_epoch, self.reserve_until = (lambda: self.heard), lambda seconds, least: 90
         self.enter_epoch = self.renew = self.fail = lambda *_: None
@@ -614,22 +615,23 @@ def test_a_promise_is_made_once_also_if_its_call_fails(alone):
 
 
 @pytest.mark.parametrize(
-    ("promised", "ended", "hears", "seconds"),
+    ("promised", "ended", "hears", "absent", "seconds"),
     [
-        ([0, 1, 2], [], [0, 1, 2], 0.0),
-        ([0, 1], [2], [0, 1], 0.0),
-        ([0, 1], [], [0, 1], epochs_module._SILENT),
-        ([0, 1], [], [0, 1, 2], epochs_module._HEARD),
-        ([], [], [], epochs_module._FEW),
-        ([], [0, 1, 2], [], 0.0),
+        ([0, 1, 2], [], [0, 1, 2], (), 0.0),
+        ([0, 1], [2], [0, 1], (), 0.0),
+        ([0, 1], [], [0, 1], (2,), epochs_module._SILENT),
+        ([0, 1], [], [0, 1, 2], (2,), epochs_module._HEARD),  # another one does not hear it
+        ([0, 1], [], [0, 1], (), epochs_module._HEARD),  # this worker is not connected to it
+        ([], [], [], (), epochs_module._FEW),
+        ([], [0, 1, 2], [], (), 0.0),
     ],
 )
-def test_how_long_promises_are_waited_for(alone, promised, ended, hears, seconds):
+def test_how_long_promises_are_waited_for(alone, promised, ended, hears, absent, seconds):
     one = alone()
     one.has_ended, one.hears = ended, hears
     one.look(5, wanted=True)
     one.look_at_store()
-    one.promise(*promised)
+    one.promise(*promised, absent=absent)
     one.look_at_store(max(0.0, seconds - 0.1))
     assert (one.store.read(1) is None) == (seconds > 0.0)
     one.look_at_store(0.1)
@@ -668,7 +670,25 @@ def test_the_lowest_of_a_majority_asks_for_an_epoch_if_the_store_has_lost_them(a
         one.promise(1)
         one.look_at_store(0.5)
         assert rank not in one.store.promises(1)
-        assert "as the store has lost them, and more than half of epoch 0 are not here. Training continues" in caplog.text
+        assert "the store has lost epochs, and most of epoch 0 are missing. Training continues" in caplog.text
+
+
+def test_a_store_that_is_emptied_under_way_is_one_warning(alone, caplog):
+    one = alone()
+    one.look(5, wanted=True)
+    one.look_at_store()
+    joining._whole_store(one.store._all).delete_key("run/whole")
+    one.has_ended = [0, 1, 2]
+    for _ in range(5):
+        one.look_at_store(0.1)
+    said = [line for line in caplog.messages if "the members cannot change" in line]
+    assert said == [
+        "the members cannot change, as the store has lost epochs, and most of epoch 0 are missing. Until then rounds are made "
+        "without exchanges"
+    ]
+    one.promise(0, 1)
+    one.look_at_store(0.1)
+    assert one.look(6).members == (0, 1, 3)
 
 
 def test_a_worker_on_a_lost_branch_takes_the_one_of_the_store(alone):

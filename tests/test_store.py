@@ -58,7 +58,6 @@ def contract(transport: Transport, other: Transport) -> tuple[str, str]:
     assert every == list(range(1, 60 * n + 1))
 
     assert transport.timeout > 0
-    assert transport.lost() == []
     transport.control.gather(None)  # no worker exits before all have read
     return transport.run_id, other.run_id
 
@@ -225,9 +224,9 @@ def one_is_killed(rank: int, n: int) -> list[int]:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while not transport.lost() and time.monotonic() < deadline:
+    while not transport._known.lost() and time.monotonic() < deadline:
         time.sleep(0.01)
-    found = transport.lost()
+    found = transport._known.lost()
     transport.store.set(f"seen/{rank}", "")  # a worker that exits first would be lost to the other
     while read_text(transport.store, f"seen/{2 - rank}") is None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -245,8 +244,8 @@ def test_a_thread_that_has_ended_is_known_to_be_gone():
         if transport.rank == 1:
             return []
         deadline = time.monotonic() + 5
-        while not transport.lost() and time.monotonic() < deadline:
+        while not transport._hub.lost and time.monotonic() < deadline:
             time.sleep(0.01)
-        return transport.lost()
+        return transport._hub.lost
 
     assert run_replicas(2, work) == [[1], []]

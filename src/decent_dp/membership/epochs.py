@@ -26,7 +26,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -50,9 +50,9 @@ _SOON = 0.1
 # Seconds for which a process waits for a seat before an epoch is proposed for it, as others may come at the same time; and
 # without a look after a worker has left.
 _SETTLE = 0.5
-# Seconds for the promises of members that cannot be heard: twice the time to see a proposal.
+# Seconds for the promises of members that somebody cannot hear: twice the time to see a proposal.
 _SILENT = 1.0
-# Seconds for those of members that are heard. They may be busy, or have no store.
+# Seconds for those of the other ones. They may be busy, or have no store.
 _HEARD = 3.0
 # Seconds for promises as long as more than half of the members are missing: this worker itself may have been away.
 _FEW = 10.0
@@ -285,7 +285,7 @@ class Epochs:
             # It may be empty then, and a call that has failed may have been made or not.
             self._is_told, self._keep_at = False, 0.0
             if wait and (self._promise is not None or self._wants()):
-                self._warn(f"until the store answers: {error}")
+                self._warn(f"the members cannot change until the store answers: {error}")
         else:
             self._is_away = False
         return wait
@@ -305,7 +305,6 @@ class Epochs:
         if self._promise is None and not self._may_promise(known):
             self._keep(known)
             return _LOOK
-        self._is_warned = False
         if not self._is_told:
             self._tell(known)
         if (decided := self._decide(known)) is not None:
@@ -332,8 +331,9 @@ class Epochs:
         """Whether the epoch can come about: the store has lost none, or a majority of the newest one is here."""
         self._is_forgotten = not self._store.is_whole()
         if self._is_forgotten and not self._is_most(self._here()):
-            self._warn(f"as the store has lost them, and more than half of epoch {known.number} are not here")
+            self._warn(f"the members cannot change, as the store has lost epochs, and most of epoch {known.number} are missing")
             return False
+        self._is_warned = False
         return True
 
     def _tell(self, known: Epoch) -> None:
@@ -345,7 +345,7 @@ class Epochs:
                 self._promised_at = time.monotonic()
                 joining = {rank: incarnation for rank, (incarnation, _, _) in self._candidates.items()}
                 since = self._own.number, self._own.start, self._own.dealt, len(self._own.members)
-                absent = tuple(sorted(self.absent))
+                absent = tuple(sorted(self.absent.union(self._neighbours.silent())))
                 self._promise = Promise(self._rank, self._incarnation, self.reserved_until, absent, joining, since)
                 _log.info(
                     "epoch %d: this worker mixes until round %d; seats are wanted by %s",
@@ -372,7 +372,7 @@ class Epochs:
             return None
         decided = self._store.decide(known.next(promises), is_newest=self._is_most(promises))
         if decided is None:
-            self._warn(f"as the store has lost them, and more than half of epoch {known.number} have not promised")
+            self._warn(f"the members cannot change, as the store has lost epochs, and most of epoch {known.number} are missing")
         return decided
 
     def _turn(self) -> int:
@@ -385,14 +385,16 @@ class Epochs:
         is_here = first is not None and first not in self._neighbours.lost()
         return is_here + [rank for rank in living if rank != first].index(self._rank)
 
-    def _are_enough(self, known: Epoch, promised: Collection[int], waited: float) -> bool:
+    def _are_enough(self, known: Epoch, promised: Mapping[int, Promise], waited: float) -> bool:
         """Whether nobody else is to be waited for, after so many seconds."""
         missing = set(known.members).difference(promised, self._neighbours.ended(), self._neighbours.left())
         if not missing:
             return True
         if 2 * len(set(known.members).intersection(promised)) < len(known.members):
             return waited >= _FEW
-        return waited >= (_HEARD if missing.intersection(self._neighbours.living()) else _SILENT)
+        # Of those that this worker is not connected to, others know whether they are silent.
+        silent = {rank for promise in promised.values() for rank in promise.absent}.difference(self._neighbours.living())
+        return waited >= (_SILENT if missing <= silent else _HEARD)
 
     def _take_in(self, epoch: Epoch) -> None:
         """There is a newer epoch. A process that joins does not wait for the training thread, which may be in a call of all
@@ -400,7 +402,7 @@ class Epochs:
         with self._lock:
             has_missed = self.mixing_from > 0 or not self.is_member or epoch.number == self._own.number
             self._known, self._promise, self._is_told = epoch, None, False
-            self._wanted = self._is_forgotten = False
+            self._wanted = self._is_forgotten = self._is_warned = False
             self.replaced |= epoch.incarnations.get(self._rank, 0) > self._incarnation
             is_mine = self._rank in epoch.members and not self.replaced
             if is_mine:
@@ -464,7 +466,7 @@ class Epochs:
         """Once, until an epoch can be made again."""
         if not self._is_warned:
             what = "Training continues" if self._promise is None else "Until then rounds are made without exchanges"
-            _log.warning("the members cannot change %s. %s", why, what)
+            _log.warning("%s. %s", why, what)
         self._is_warned = True
 
 

@@ -94,10 +94,12 @@ class _Open:
     has_asked: bool = False
     told: set[int] = field(default_factory=set)
 
-    def forget_from(self, peer: int) -> None:
-        """What came over a connection that was lost does not count: its senders may have a result since then."""
+    def forget_from(self, peer: int, *, has_left: bool = False) -> None:
+        """What came over a connection that was lost does not count: its senders may have a result since then. ``has_left``: the
+        peer has none, and its own statement stays."""
         for rank in [rank for rank, via in self.via.items() if via == peer]:
-            del self.statements[rank], self.via[rank]
+            if rank != peer or not has_left:
+                del self.statements[rank], self.via[rank]
 
 
 class Agreements:
@@ -308,9 +310,8 @@ class Agreements:
 
     def _pursue(self, name: str, agreement: _Open) -> None:
         """Does what is to be done next."""
-        for rank, peer in list(agreement.via.items()):
-            if self._view(peer) is not View.LINKED and not (rank == peer and rank in self._departed):
-                del agreement.statements[rank], agreement.via[rank]
+        for peer in {peer for peer in agreement.via.values() if self._view(peer) is not View.LINKED}:
+            agreement.forget_from(peer, has_left=peer in self._departed)
         decider, via = self._decider(agreement)
         if decider is None:
             return

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,10 +16,9 @@ from decent_dp.compression import Compression, MessageId
 from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
 from decent_dp.transport.agreement import NO_ROUND
+from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.streams import beside
-
-if TYPE_CHECKING:
-    from decent_dp.transport.neighbours import Neighbours
+from decent_dp.transport.votes import ExchangeId, Verdict
 
 __all__ = [
     "Control",
@@ -33,17 +31,6 @@ __all__ = [
     "Verdict",
     "written",
 ]
-
-
-@dataclass(frozen=True)
-class ExchangeId:
-    """Identifies an exchange; both ends check it."""
-
-    round: int
-    bucket: int
-
-    def __str__(self) -> str:
-        return f"round {self.round}, bucket {self.bucket}"
 
 
 # Turns a broken connection, or a timeout, in an exchange with these workers into an error that names them.
@@ -96,13 +83,6 @@ class ExchangeRequest:
                 result = torch.empty_like(there[0])
                 compression.reduce(compression.chunks[chunk], there, sizes, result, message_id)
                 out.copy_(result)
-
-
-class Verdict(enum.Enum):
-    """What becomes of an exchange."""
-
-    BOTH = "all members mix it"
-    NEITHER = "no member mixes it: one is gone or silent, or leaves it out"
 
 
 class Handle(ABC):
@@ -244,11 +224,6 @@ class Transport(ABC):
         transport. Every member starts its exchanges in the same order of (round, bucket), with messages of one length. One
         of a bucket begins when the one before has been waited for, and has a larger round.
         """
-
-    @abstractmethod
-    def lost(self) -> list[int]:
-        """The workers that are gone, as far as this one is connected to them. With ``tolerate`` also those that have left, or
-        are silent for long."""
 
     def begin(self, bucket: int) -> None:
         """Buckets from this number on are in use, and rounds may be earlier ones. Called by all workers together."""

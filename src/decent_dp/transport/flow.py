@@ -51,9 +51,13 @@ __all__ = ["Flow"]
 
 _log = logging.getLogger(__name__)
 
-# Bytes of a frame, which is never sent in part: an eighth of what is wanted, or, as each frame costs processor time, what the
-# network brings in so many seconds, up to a limit and half of what is wanted; and at least so many.
-_FRAME_SECONDS, _FRAME_UP_TO, _SMALLEST_FRAME = 0.005, 2**17, 2**14
+# A frame is never sent in part. It has an eighth of the bytes that are wanted or, as each frame costs processor time, what the
+# network brings in so many seconds, up to half of what is wanted
+_FRAME_SECONDS = 0.005
+# and so many bytes;
+_FRAME_UP_TO = 2**17
+# and at least so many.
+_SMALLEST_FRAME = 2**14
 # Frames that are handed to libzmq before the thread looks for what has come.
 _FRAMES = 16
 # Seconds after a part of a message for which it counts as moving.

@@ -49,10 +49,6 @@ class Peers(Transport):
     def newest_round(self) -> int:
         return self._whole.newest_round()
 
-    def lost(self) -> list[int]:
-        lost = self._whole.lost()
-        return [number for number, rank in enumerate(self._ranks) if rank in lost]
-
     def rank_in_all(self, rank: int) -> int:
         return self._ranks[rank]
 

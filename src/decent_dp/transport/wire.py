@@ -173,8 +173,9 @@ class Wire:
     def why_lost(self, peer: int) -> BaseException:
         """Why a worker takes no part in an exchange."""
         link = self.flow.link(peer)
-        # Where they are connected it has waited for too long itself.
-        return TimeoutError() if link.state in (LinkState.NEW, LinkState.OPEN) and link.cause is None else link.why_lost
+        if link.state in (LinkState.NEW, LinkState.OPEN):  # where they are connected it has waited for too long itself
+            return link.cause or link.lost or TimeoutError()
+        return link.why_lost
 
     def _goes_first(self, peer: int) -> bool:
         """Whether this worker dials another one at once, and not only if that one has not."""
@@ -257,10 +258,6 @@ class Wire:
     def interval(self) -> float:
         """Seconds between two heartbeats."""
         return min(_BEAT, self._dead_after / 10)
-
-    def lost(self) -> list[int]:
-        """The peers whose connection is closed for good."""
-        return sorted(link.peer for link in list(self.flow.links.values()) if link.closed is not None)
 
     def patience(self, peer: int, since: float) -> float:
         """Seconds for which an exchange may still wait for a sign of life. If none are left, its edge is a hole.
