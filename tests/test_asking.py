@@ -44,7 +44,7 @@ class Asked:
 
     @staticmethod
     def copy_of(value: int) -> StateCopy:
-        return StateCopy(*encode({"w": torch.full((100,), float(value))}, ""))
+        return StateCopy(*encode({"w": torch.full((100,), float(value))}))
 
     def visit(self, rank: int, incarnation: int) -> socket.socket:
         if self.log and self.outage > 0:

@@ -126,7 +126,7 @@ def assert_is(found: Any, tree: Any) -> None:
 
 
 def test_a_state_arrives_as_it_was_sent():
-    text, tensors = encode(TREE, "")
+    text, tensors = encode(TREE)
 
     def send(stream: socket.socket) -> None:
         say(stream, None)
@@ -141,7 +141,7 @@ def test_a_transfer_continues_wherever_the_connection_breaks(monkeypatch, part):
     """In the header, in a tensor, between tensors, in the SHA-256."""
     monkeypatch.setattr(transfer_module, "_PART", part)
     monkeypatch.setattr(transfer_module, "_REMEMBERED", 11)
-    text, tensors = encode(TREE, "")
+    text, tensors = encode(TREE)
     header, size = header_of(StateCopy(text, tensors)), 7 * 4 + 6 * 2 + 8
     for after in (*range(0, header, 40), *range(header - 1, header + size + DIGEST)):
         copy, partial = StateCopy(text, tensors), PartialState()
@@ -158,7 +158,7 @@ def test_a_transfer_continues_again_and_again(monkeypatch):
     monkeypatch.setattr(transfer_module, "_PART", 100)
     monkeypatch.setattr(transfer_module, "_REMEMBERED", 300)
     values = torch.randint(0, 256, (4, 997), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
-    copy, partial, draw = StateCopy(*encode({"w": list(values)}, "")), PartialState(), random.Random(7)
+    copy, partial, draw = StateCopy(*encode({"w": list(values)})), PartialState(), random.Random(7)
     came = []
     while partial.filled < copy.size - 200:
         before = partial.filled
@@ -176,7 +176,7 @@ def test_what_was_sent_is_not_hashed_again(monkeypatch):
     monkeypatch.setattr(transfer_module, "_PART", 10)
     monkeypatch.setattr(transfer_module, "_REMEMBERED", 100)
     source = torch.arange(250, dtype=torch.uint8)
-    copy, partial = StateCopy(*encode({"w": source}, "")), PartialState()
+    copy, partial = StateCopy(*encode({"w": source})), PartialState()
     get_part(copy, partial, header_of(copy) + 230)
     assert [position for position, _ in copy.digests] == [0, 100, 200]
     source[:200] = 0
@@ -186,7 +186,7 @@ def test_what_was_sent_is_not_hashed_again(monkeypatch):
 
 def test_another_copy_begins_anew():
     """Also one of the same layout."""
-    old, new = (StateCopy(*encode({"w": torch.full((9,), value)}, "")) for value in (1.0, 2.0))
+    old, new = (StateCopy(*encode({"w": torch.full((9,), value)})) for value in (1.0, 2.0))
     partial = PartialState()
     get_part(old, partial, header_of(old) + 20)
 
@@ -198,7 +198,7 @@ def test_another_copy_begins_anew():
 
 
 def test_parts_of_two_copies_never_become_a_state():
-    old, new = (StateCopy(*encode({"w": torch.full((9,), value)}, "")) for value in (1.0, 2.0))
+    old, new = (StateCopy(*encode({"w": torch.full((9,), value)})) for value in (1.0, 2.0))
     partial = PartialState()
     get_part(old, partial, header_of(old) + 20)
     new.header = old.header
@@ -212,7 +212,7 @@ def test_parts_of_two_copies_never_become_a_state():
 
 
 def test_a_damaged_state_is_refused_wherever_a_bit_is_flipped():
-    copy = StateCopy(*encode({"a": torch.arange(5.0)}, ""))
+    copy = StateCopy(*encode({"a": torch.arange(5.0)}))
     header = header_of(copy)
     for at in range(8, header + copy.size + DIGEST):
         partial = PartialState()
@@ -228,7 +228,7 @@ def test_a_damaged_state_is_refused_wherever_a_bit_is_flipped():
 
 
 def test_a_bit_that_is_flipped_in_the_rest_discards_everything():
-    copy = StateCopy(*encode({"a": torch.arange(5.0)}, ""))
+    copy = StateCopy(*encode({"a": torch.arange(5.0)}))
     for at in range(header_of(copy), header_of(copy) + 10 + DIGEST):
         partial = PartialState()
         get_part(copy, partial, header_of(copy) + 10)

@@ -87,7 +87,7 @@ class Host(Listener):
             bucket, epochs = self._replica.engine.first_bucket, self._monitor.epochs
             known = None if epochs is None else epochs.known
             state = {"first_bucket": bucket, "epoch": known, "snapshot": snapshot}
-            text, tensors = encode(state, "")
+            text, tensors = encode(state)
             staged = Staging().copy(tensors)
             kept = _Kept(StateCopy(text, staged.tensors), staged, time.monotonic(), bucket)
         except Exception as error:  # training continues

@@ -504,6 +504,7 @@ class Wire:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _say_bye(self) -> None:
+        self.control_plane.leave()
         for link in self.flow.links.values():
             if link.state is LinkState.OPEN and link.control is not None:
                 link.control.send(pack(BYE))
@@ -512,6 +513,7 @@ class Wire:
         link.left = True
         if header.flags == _ANSWER:
             return
+        self.control_plane.departed(link.peer)
         channel.send(pack(BYE, flags=_ANSWER))
         for left in (link.control, link.bulk):
             if left is not None:
