@@ -148,7 +148,7 @@ class Agreements:
         return bool(self._open)
 
     def missing(self, name: str) -> list[int]:
-        """The workers that an agreement waits for, as far as this one knows; empty after the result."""
+        """The workers that an agreement waits for, as far as this one knows; empty after the result. Any thread may ask."""
         agreement = self._open.get(name)
         if agreement is None:
             return []

@@ -23,6 +23,7 @@ from decent_dp.transport.agreement import NO_ROUND, View
 from decent_dp.transport.base import Control, DeferredHandle, Handle
 from decent_dp.transport.control_plane import ControlPlane
 from decent_dp.transport.messages import LARGEST_FRAME
+from decent_dp.transport.waiter import start_thread
 
 __all__ = ["Collectives", "needs_all", "spanning_tree"]
 
@@ -410,7 +411,8 @@ def needs_all(
         if (error := found.exception()) is not None:
             needed.set_exception(error)
         elif absent := [rank for rank in range(world_size) if rank not in found.result()]:
-            needed.set_exception(explain(absent))
+            # It may ask the store, and this may be the transport's thread.
+            start_thread(lambda: needed.set_exception(explain(absent)), "decent_dp-notes", needed.set_exception)
         else:
             needed.set_result(found.result())
 

@@ -88,9 +88,7 @@ class ControlPlane:
 
     def missing(self, name: str) -> list[int]:
         """The workers that an agreement waits for, as far as this one knows."""
-        future: Future[list[int]] = Future()
-        self._call(lambda: future.set_result(self._agreements.missing(name)))
-        return future.result()
+        return self._agreements.missing(name)
 
     def connect(self, peer: int) -> None:
         """A connection is needed."""
