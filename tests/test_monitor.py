@@ -122,7 +122,7 @@ def test_join_waits_for_nobody_without_end():
 def test_who_was_left_out_of_join_is_told():
     transport: Any = Transport(lambda: 9)
     transport.agreed["join/0"].set_result({1: ""})
-    with pytest.raises(PeerLostError, match=r"took worker 0 for gone, and have left join\(\)"):
+    with pytest.raises(PeerLostError, match=r"took worker 0 for gone, and agreed on the end of join\(\)"):
         finish_together(transport, SimpleNamespace(round=3), 0, lambda: None, lambda: None)  # type: ignore[arg-type]
 
 

@@ -366,9 +366,9 @@ def test_two_runs_beside_each_other_with_a_mesh_each(workers):
 
 
 def test_peers_have_the_ranks_of_the_whole():
-    whole = Mock(rank=5, run_id="run", timeout=1.0, lost=lambda: [1, 4])
+    whole = Mock(rank=5, run_id="run", timeout=1.0)
     peers = Peers(whole, [1, 3, 5], Mock)
-    assert (peers.rank, peers.world_size, peers.lost(), peers.rank_in_all(2)) == (2, 3, [0], 5)
+    assert (peers.rank, peers.world_size, peers.rank_in_all(2)) == (2, 3, 5)
     here, there = Edge([0, 2], 0.5), Edge([1, 5], 0.5)
     peers.prepare([here])
     whole.prepare.assert_called_once_with([there])
