@@ -170,6 +170,66 @@ BREAKAGES = [
         "return is_here + [rank for rank in living if rank != first].index(self._rank)",
         "return 100",
     ),
+    Breakage(
+        "the result of an agreement counts whoever has decided",
+        "transport/agreement.py",
+        "if stands_by != agreement.stands_by and agreement.stands_by not in (-1, self._rank):",
+        "if stands_by < -1:",
+    ),
+    Breakage(
+        "what came over a connection that was lost still counts in an agreement",
+        "transport/agreement.py",
+        "        for rank in [rank for rank, via in self.via.items() if via == peer]:\n",
+        "        for rank in [rank for rank, via in self.via.items() if via == -1]:\n",
+    ),
+    Breakage(
+        "results of agreements are kept for ever",
+        "transport/agreement.py",
+        "        if len(results) > _KEPT:\n",
+        "        if len(results) < 0:\n",
+    ),
+    Breakage(
+        "without faults= collectives go on without a worker that is gone",
+        "transport/collectives.py",
+        "        if self._explain is not None and (absent",
+        "        if self._explain is None and (absent",
+    ),
+    Breakage(
+        "collectives of another time take each other's blocks",
+        "transport/courier.py",
+        "            self._number = self._base + number\n",
+        "            self._number = number\n",
+    ),
+    Breakage(
+        "an exchange that is dropped in doubt is not counted",
+        "transport/settlement.py",
+        "            self.one_sided += 1\n            self._say(link, link.votes.revoke(pair.bucket))\n",
+        "            self._say(link, link.votes.revoke(pair.bucket))\n",
+    ),
+    Breakage(
+        "without faults= an exchange with a worker that is gone is left out",
+        "transport/handles.py",
+        "        raise explain(error, [peer]) from error\n",
+        "        return\n",
+    ),
+    Breakage(
+        "an exchange is mixed without the other worker's vote",
+        "transport/votes.py",
+        "return Verdict.BOTH if self._peer_got.get(bucket) == round_ else None",
+        "return Verdict.BOTH",
+    ),
+    Breakage(
+        "messages of groups wait for a connection that was lost",
+        "transport/flow.py",
+        "            self._fail_messages(link, link.lost)\n",
+        "",
+    ),
+    Breakage(
+        "workers leave join() after the smallest vote",
+        "replica/uneven.py",
+        "    end = max(map(int,",
+        "    end = min(map(int,",
+    ),
 ]
 
 

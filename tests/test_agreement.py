@@ -196,6 +196,20 @@ def test_the_next_one_asks_those_that_know_the_result(told):
     assert [sorted(net.results[rank]["call/1"]) for rank in (1, 2, 3)] == [[0, 1, 2, 3, 4]] * 3
 
 
+def test_a_result_of_one_that_is_gone_counts_once_the_present_decider_has_it():
+    """Else that one, which has this worker's text, might decide otherwise for the rest."""
+    net = Network(3, all_pairs(3))
+    net.kill(0)
+    net.run(4.0)
+    net.propose(2, "call/1", "2")
+    net.run(4.1)
+    net.machines[2].hear(0, json.dumps(["result", "call/1", None, [], [0, [[0, "0"], [2, "2"]]]]).encode())
+    assert net.results[2] == {}
+    net.run(5.0)
+    net.propose(1, "call/1", "1")
+    assert net.results[1:] == [{"call/1": {0: "0", 2: "2"}}] * 2
+
+
 def test_who_decides_knows_of_connections_that_were_made_later():
     """Worker 2 has told worker 1 that it knows nothing of worker 0, and tells worker 0 alone when they are connected."""
     net = Network(3, {frozenset((0, 1)), frozenset((1, 2))})

@@ -135,11 +135,11 @@ def all_imports() -> list[tuple[str, Import]]:
     return [(module_of(path), found) for path in FILES for found in imports_of(path)]
 
 
-def own_imports() -> Iterator[tuple[str, str, Import]]:
-    """(importing module, imported module of ours, where), TYPE_CHECKING aside."""
+def own_imports(*, types: bool = False) -> Iterator[tuple[str, str, Import]]:
+    """(importing module, imported module of ours, where). ``types``: those under TYPE_CHECKING, too."""
     known = {module_of(path) for path in FILES}
     for module, found in all_imports():
-        if found.target.split(".")[0] == "decent_dp" and found.kind != "types":
+        if found.target.split(".")[0] == "decent_dp" and (types or found.kind != "types"):
             target = found.target.removeprefix("decent_dp").lstrip(".")
             while target and target not in known:
                 target = target.rpartition(".")[0]
@@ -162,10 +162,16 @@ def test_the_ladder_itself_goes_one_way():
             assert BELOW[lower] <= below | {lower}, f"{room} reaches {BELOW[lower] - below} through {lower}"
 
 
+# Imports for types alone that close a circle. The list only shrinks.
+CIRCLES = {("replica.averaging", "replica.replica"), ("replica.registry", "replica.replica")}
+
+
 def test_no_module_imports_itself_through_others():
     graph: dict[str, set[str]] = {}
     packages = {module_of(path) for path in FILES if path.name == "__init__.py"}
-    for module, target, _ in own_imports():
+    for module, target, _ in own_imports(types=True):
+        if (module, target) in CIRCLES:
+            continue
         # A package's __init__ gathers its modules, which may name their siblings.
         if module not in packages and target not in packages:
             graph.setdefault(module, set()).add(target)

@@ -6,6 +6,7 @@ import argparse
 import copy
 import enum
 import math
+import pathlib
 import random
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from typing import Any
@@ -124,6 +125,7 @@ def test_values_that_json_has_not():
         "milestones": Counter({3: 2, 5: 1}),
         "recent": deque([1, 2], maxlen=3),
         "torch": [torch.bfloat16, torch.float8_e5m2],
+        "paths": [pathlib.Path("a/ü"), {"b": (pathlib.Path("/"),)}],
     }
     assert same(there_and_back(tree), tree)
 

@@ -55,7 +55,7 @@ def check(document: dict[str, Any], n: int) -> None:
     assert [worker["rank"] for worker in document["workers"]] == list(range(n))
 
 
-BROKEN_OFF = r"decent-dp: the links were not measured to the end: one of the workers [^\n]+ is gone[^\n]+\n"
+BROKEN_OFF = r"decent-dp: the links were not measured to the end: (?:one of the workers [^\n]+|worker \d) is gone[^\n]+\n"
 MEASURING = r"decent-dp: measuring ([^,\n]+?)(?:, [\d.]+ at once,)? takes about ([^;\n]+); --seconds-a-pair shortens it\n"
 
 

@@ -30,7 +30,7 @@ from decent_dp.errors import PeerLostError
 from decent_dp.replica.replica import Listener
 from decent_dp.rules import Gossip, OuterNesterov, Round, Rule
 from decent_dp.topo import CompleteTopology, Edge, EveryTopology, RingTopology, SwitchTopology, Topology, make_topology
-from decent_dp.transport import ExchangeId, InProcessTransport, run_replicas
+from decent_dp.transport import ExchangeId, InProcessTransport, PeerTable, run_replicas
 from tests.helpers import SGD, assert_same, loss, net, values
 
 MANY = 2e-4  # MiB: buckets of a small model's single tensors
@@ -38,7 +38,7 @@ MANY = 2e-4  # MiB: buckets of a small model's single tensors
 
 def engine_of(transport: Any, topology: Topology, tensors: list[Any], rule: Rule | None = None, as_view: bool = False) -> Any:
     """An engine with ``tensors`` in buckets, one for each dtype."""
-    engine = Engine(transport, topology, rule or Gossip(), COMPRESSIONS[None])
+    engine = Engine(transport, topology, rule or Gossip(), COMPRESSIONS[None], PeerTable())
     specs = [TensorSpec.of(f"tensor {i}", tensor) for i, tensor in enumerate(tensors)]
     engine.install(engine.lay_out(specs, tensors, range(len(specs)), 2**20, as_view=as_view))
     return engine
@@ -167,9 +167,7 @@ def test_a_million_rounds_are_left_out_at_once():
     buckets = [SimpleNamespace(topology=topology, number=number) for number in range(50)]
     left_out: dict[int, int] = {}
     neighbours = SimpleNamespace(skip=lambda edge, exchange_id: left_out.__setitem__(exchange_id.bucket, exchange_id.round))
-    engine: Any = SimpleNamespace(
-        round=10, holes=0, buckets=buckets, _transport=SimpleNamespace(rank=0), _neighbours=neighbours
-    )
+    engine: Any = SimpleNamespace(round=10, holes=0, buckets=buckets, _transport=SimpleNamespace(rank=0), _peers=neighbours)
     began = time.monotonic()
     Engine.go_to(engine, 1_000_010)
     assert time.monotonic() - began < 5
@@ -510,7 +508,7 @@ def test_a_process_that_joins_leaves_out_the_rounds_before_its_first_one():
     """Its donor may have been in a later round than that in which its epoch begins. Who meets it there must not wait."""
     told: list[Any] = []
     engine = Engine.__new__(Engine)
-    engine._neighbours = SimpleNamespace(skip=lambda edge, exchange_id: told.append((edge.ranks, exchange_id)))  # type: ignore[assignment]
+    engine._peers = SimpleNamespace(skip=lambda edge, exchange_id: told.append((edge.ranks, exchange_id)))  # type: ignore[assignment]
     engine.buckets = [SimpleNamespace(number=number) for number in (4, 5)]  # type: ignore[misc]
     engine.enter(60, (3, 0, 2))
     assert engine.round == 60

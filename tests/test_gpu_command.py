@@ -174,7 +174,7 @@ def test_threads_show_only_written_values(monkeypatch, topology):
         return received
 
     received = run_replicas(3, work)
-    assert len(brought) > 9
+    assert len(brought) > 5
     assert all(brought)
     assert {number for numbers in received for number in numbers} <= waited
 

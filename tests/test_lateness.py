@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from decent_dp.transport.base import Verdict
 from decent_dp.transport.channels import Link, Network
 from decent_dp.transport.flow import Flow
 from decent_dp.transport.link import LinkState, Pair, Receiving, Sending
 from decent_dp.transport.liveness import WireNeighbours
 from decent_dp.transport.messages import BEAT, MOVES, Header, unpack
+from decent_dp.transport.votes import Verdict
 from decent_dp.transport.wire import Wire
 
 USUAL, STEP = 2.0, 0.3

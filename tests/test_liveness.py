@@ -14,12 +14,12 @@ from decent_dp.errors import WireError
 from decent_dp.faults import default_dead_after
 from decent_dp.topo import Edge
 from decent_dp.transport import mailbox as mailbox_module
-from decent_dp.transport.base import ExchangeId, Verdict
 from decent_dp.transport.link import LinkState, Pair, Receiving, Sending
 from decent_dp.transport.liveness import WireNeighbours
 from decent_dp.transport.mailbox import Mailbox
 from decent_dp.transport.messages import DATA, pack
 from decent_dp.transport.peer_errors import UnreachableError
+from decent_dp.transport.votes import ExchangeId, Verdict
 from tests.wires import Net, wait_for
 
 EDGE, EXCHANGE = Edge([0, 1], 0.5), ExchangeId(3, 0)
@@ -89,7 +89,7 @@ def test_a_process_that_has_ended_is_a_hole_at_once(make, near):
     else:
         time.sleep(0.1)
         assert two.link.state is LinkState.BROKEN
-        assert not two.known.available(EDGE, EXCHANGE)
+        assert not two.known.usable(EDGE, EXCHANGE)
 
 
 def test_who_was_replaced_learns_it_when_it_connects_again(make):
@@ -114,11 +114,11 @@ def test_a_process_that_has_ended_elsewhere_counts_as_dead_sooner(make, listens)
 
 def test_what_a_peer_leaves_out_is_not_started(make):
     two = make()
-    assert two.known.available(EDGE, EXCHANGE)
+    assert two.known.usable(EDGE, EXCHANGE)
     two.there(lambda flow: flow.settlement.skip(0, 3, 0))
-    wait_for(lambda: not two.known.available(EDGE, EXCHANGE))
-    assert two.known.available(EDGE, ExchangeId(4, 0))
-    assert two.known.available(EDGE, ExchangeId(3, 1))
+    wait_for(lambda: not two.known.usable(EDGE, EXCHANGE))
+    assert two.known.usable(EDGE, ExchangeId(4, 0))
+    assert two.known.usable(EDGE, ExchangeId(3, 1))
 
 
 def test_a_peer_that_sends_what_was_not_due_costs_its_edge_and_no_more(make):

@@ -31,7 +31,8 @@ from decent_dp.cli.inputs import BadInputError
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.logging import Recorder, publish, publisher
 from decent_dp.logging.status import FolderEntries, Run, Status, StoreEntries, open_folder
-from decent_dp.transport import InProcessTransport, process_group
+from decent_dp.transport import InProcessTransport
+from decent_dp.transport.collectives import Collectives
 from decent_dp.transport.store import server_of
 from tests.helpers import SGD, alone, error_of, loss, net
 
@@ -83,7 +84,7 @@ def record(rank: int, folder: Path) -> tuple[list[dict[str, Any]], list[dict[str
     replica = decent_dp.gossip(model, optimizer, topology="ring")
     board = Recorder(replica, folder, every=5, each_worker=True)
     shared, local, losses = [], [], []
-    with counted(process_group._GlooControl, "gather") as gathers, counted(Tensor, "item") as reads:
+    with counted(Collectives, "gather") as gathers, counted(Tensor, "item") as reads:
         for step in range(1, 11):
             optimizer.zero_grad()
             value = loss(model, step, rank) * (rank + 1)
@@ -227,7 +228,9 @@ def test_curves_are_those_of_an_independent_computation(workers, tmp_path):
     assert refused[0][0].startswith(differs)
     assert refused[0][1] == "ValueError: every must be a whole number of rounds, at least 1, got 0"
     assert "test_logging.py" in refused[0][2]
-    assert refused[0][3].startswith("OutOfStepError: worker 0 called consensus_distance and worker 1 called log of Recorder")
+    assert refused[0][3].startswith(
+        "OutOfStepError: worker 0 has come to a gather of consensus_distance() and worker 1 to a gather of log of Recorder()"
+    )
     assert curves(tmp_path / "refusals")["loss/mean"] == [(1, pytest.approx((1 + 2 + 2) / 3))]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -15,49 +16,77 @@ from decent_dp.faults import Tolerate
 from decent_dp.membership import Epoch, MembershipMonitor
 from decent_dp.membership import monitor as monitor_module
 from decent_dp.replica.consistency import among_the_same, broadcast_object
-from decent_dp.transport.agreement import Decision
+from decent_dp.replica.uneven import finish_together
 
 
-def make_monitor(rounds: Callable[[], int], decision: Future[Decision], timeout: float = 0.3) -> MembershipMonitor:
-    consensus = SimpleNamespace(propose=lambda name, text: decision, missing=lambda name: [1])
+def make_monitor() -> MembershipMonitor:
     nobody: Callable[[], list[int]] = list
     neighbours: Any = SimpleNamespace(
-        consensus=consensus,
         living=lambda: [1],
-        round_of=lambda rank: rounds(),
+        round_of=lambda rank: 0,
         silent=nobody,
         lost=nobody,
         left=nobody,
         refuse_failed=lambda: None,
     )
-    transport: Any = SimpleNamespace(rank=0, world_size=2, timeout=timeout, rank_in_all=lambda rank: rank)
+    transport: Any = SimpleNamespace(rank=0, world_size=2, timeout=0.3, rank_in_all=lambda rank: rank)
     return MembershipMonitor(transport, neighbours, Tolerate(), None)
+
+
+class Transport:
+    """Worker 0 of two, as ``finish_together`` sees it: what the agreements end with, and the newest round of the other one."""
+
+    rank, world_size, timeout = 0, 2, 0.3
+
+    def __init__(self, rounds: Callable[[], int] = lambda: 0) -> None:
+        self.newest_round = rounds
+        self.agreed: dict[str, Future[Mapping[int, str]]] = defaultdict(Future)
+        self.said: dict[str, str] = {}
+
+    def agree(self, name: str, text: str, what: str) -> Future[Mapping[int, str]]:
+        self.said[name] = text
+        return self.agreed[name]
+
+    def missing(self, name: str) -> list[int]:
+        return [1]
 
 
 def test_who_has_run_out_makes_rounds_with_the_others_and_not_ahead_of_them():
     engine: Any = SimpleNamespace(round=3)
-    decision: Future[Decision] = Future()
-    newest, seen = iter([2, 3, 3, 4, 6, 6]), [2]
+    newest, seen = iter([2, 3, 3, 4, 5, 5]), [2]
 
     def round_of() -> int:
-        seen.append(next(newest, 6))
+        seen.append(next(newest, 5))
         return seen[-1]
+
+    transport: Any = Transport(round_of)
 
     def mix_only() -> None:
         assert seen[-1] >= engine.round, "nobody else has begun this round"
+        if engine.round == 5:  # in which all come here: it counts
+            transport.agreed["join/7"].set_result({0: "", 1: ""})
+            transport.agreed["joined/7"].set_result({0: "6", 1: "6"})
         engine.round += 1
-        if engine.round == 6:
-            decision.set_result(Decision({0: "", 1: ""}, {}))
 
-    make_monitor(round_of, decision).join(engine, mix_only, lambda: None)
-    assert engine.round == 6
+    finish_together(transport, engine, 7, mix_only, lambda: None)
+    assert (engine.round, transport.said["joined/7"]) == (6, "6")
+
+
+def test_all_leave_join_after_the_same_round():
+    """Another worker is in a later one when all have come."""
+    engine: Any = SimpleNamespace(round=3)
+    transport: Any = Transport(lambda: 2)
+    transport.agreed["join/0"].set_result({0: "", 1: ""})
+    transport.agreed["joined/0"].set_result({0: "3", 1: "5"})
+    finish_together(transport, engine, 0, lambda: setattr(engine, "round", engine.round + 1), lambda: None)
+    assert (engine.round, transport.said["joined/0"]) == (5, "3")
 
 
 @pytest.mark.parametrize("absent", [{2}, set()])
 def test_a_worker_that_only_this_one_has_lost_is_missed_until_others_vouch_for_it(absent):
     """An epoch that names it says that others reach it. Else this worker would want one epoch after the other. But if it was
     there when this worker promised that epoch, it may be gone for all since then."""
-    monitor, asked = make_monitor(lambda: 0, Future()), []
+    monitor, asked = make_monitor(), []
     members = (0, 1, 2)
     epoch = Epoch(1, 5, 0, members, {}, "")
     given: Any = iter([None, epoch, None, None, None, None])
@@ -85,15 +114,16 @@ def test_a_worker_that_only_this_one_has_lost_is_missed_until_others_vouch_for_i
 
 def test_join_waits_for_nobody_without_end():
     engine: Any = SimpleNamespace(round=3)
-    with pytest.raises(PeerTimeoutError, match=r"worker 1 is not in join\(\), and no worker has made a round"):
-        make_monitor(lambda: 2, Future()).join(engine, lambda: None, lambda: None)
+    transport: Any = Transport(lambda: 2)
+    with pytest.raises(PeerTimeoutError, match=r"worker 1 not in join\(\), and no worker has made a round"):
+        finish_together(transport, engine, 0, lambda: None, lambda: None)
 
 
 def test_who_was_left_out_of_join_is_told():
-    decision: Future[Decision] = Future()
-    decision.set_result(Decision({1: ""}, {}))
+    transport: Any = Transport(lambda: 9)
+    transport.agreed["join/0"].set_result({1: ""})
     with pytest.raises(PeerLostError, match=r"took worker 0 for gone, and have left join\(\)"):
-        make_monitor(lambda: 9, decision).join(SimpleNamespace(round=3), lambda: None, lambda: None)  # type: ignore[arg-type]
+        finish_together(transport, SimpleNamespace(round=3), 0, lambda: None, lambda: None)  # type: ignore[arg-type]
 
 
 class Control:

@@ -20,13 +20,12 @@ import zmq
 
 from decent_dp.errors import WireError
 from decent_dp.transport import channels, flow, polling, settlement
-from decent_dp.transport.base import Verdict
 from decent_dp.transport.channels import SMALL, Channel
 from decent_dp.transport.flow import Flow
 from decent_dp.transport.link import LinkState, Pair, Receiving, Sending
 from decent_dp.transport.messages import ASK, BEAT, BYE, DROP, GOT, VOTE, pack
 from decent_dp.transport.polling import Reader
-from decent_dp.transport.votes import Vote, Votes
+from decent_dp.transport.votes import Verdict, Vote, Votes
 
 BUCKETS = 2
 

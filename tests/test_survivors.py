@@ -138,9 +138,10 @@ def test_collectives(make, monkeypatch, n, near):
         control.broadcast(sent)
         empty = torch.empty(0)
         control.broadcast(empty)
-        return texts, means, sent, control.ranks
+        own = [torch.full((3_000_000,), rank, dtype=torch.uint8), *[torch.tensor([rank])] * rank]
+        return texts, means, sent, control.ranks, control.gather_tensors(own)
 
-    for texts, means, sent, ranks in company.run(work).values():
+    for texts, means, sent, ranks, gathered in company.run(work).values():
         assert texts[0] == [{"rank": rank} for rank in range(n)]
         assert [len(text) for text in texts[1]] == [5000 if rank == 1 else 5 for rank in range(n)]
         assert [len(text) for text in texts[2]] == [2**21] * n
@@ -151,6 +152,9 @@ def test_collectives(make, monkeypatch, n, near):
         assert means[3].equal(torch.from_numpy(own).bfloat16())
         assert sent.equal(torch.arange(300_000).reshape(3, -1).t())
         assert ranks == tuple(range(n))
+        for rank, (large, *small) in enumerate(gathered):
+            assert large.equal(torch.full((3_000_000,), rank, dtype=torch.uint8))
+            assert [tensor.tolist() for tensor in small] == [[rank]] * rank
 
 
 def test_workers_that_were_never_connected_meet(make):
@@ -177,30 +181,37 @@ DEATHS = [
 ]
 
 
+@pytest.fixture
+def dying(make, monkeypatch) -> Callable[[int, int], Company]:
+    """Five workers, of which ``victim`` dies when it is about to send or to take a block, after so many others."""
+
+    def build(victim: int, blocks: int) -> Company:
+        company = make(5, [*ring(5), (0, 2), (1, 3)])
+        company.run(lambda rank, control: control.gather(rank))
+        left = {"blocks": blocks}
+
+        def counted(method: Callable[..., Any]) -> Callable[..., Any]:
+            def call(courier: Courier, *args: Any) -> Any:
+                if courier is company.wire(victim).control_plane.courier(0):
+                    if left["blocks"] == 0:
+                        company.kill(victim)
+                        raise KilledError
+                    left["blocks"] -= 1
+                return method(courier, *args)
+
+            return call
+
+        monkeypatch.setattr(Courier, "put", counted(Courier.put))
+        monkeypatch.setattr(Courier, "get", counted(Courier.get))
+        return company
+
+    return build
+
+
 @pytest.mark.parametrize(("victim", "blocks"), DEATHS)
-def test_a_death_in_a_mean(make, monkeypatch, victim, blocks):
-    """The victim dies when it is about to send a block, or to take one; as root, inside the tree and as a leaf."""
-    company, size = make(5, [*ring(5), (0, 2), (1, 3)]), 400_000
-    company.run(lambda rank, control: control.gather(rank))
-    left = {"blocks": blocks}
-    put, get = Courier.put, Courier.get
-
-    def count(courier: Courier) -> None:
-        if courier is company.wire(victim).control_plane.courier(0):
-            if left["blocks"] == 0:
-                company.kill(victim)
-                raise KilledError
-            left["blocks"] -= 1
-
-    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(courier: Courier, *args: Any) -> Any:
-            count(courier)
-            return method(courier, *args)
-
-        return call
-
-    monkeypatch.setattr(Courier, "put", counted(put))
-    monkeypatch.setattr(Courier, "get", counted(get))
+def test_a_death_in_a_mean(dying, victim, blocks):
+    """As root, inside the tree and as a leaf."""
+    company, size = dying(victim, blocks), 400_000
 
     def work(rank: int, control: Collectives) -> Any:
         tensor = values(rank, size)
@@ -215,6 +226,23 @@ def test_a_death_in_a_mean(make, monkeypatch, victim, blocks):
     for tensor, ranks, gathered in results.values():
         torch.testing.assert_close(tensor, mean_of(living, size), rtol=1e-14, atol=1e-14)
         assert list(ranks) == gathered == living
+
+
+@pytest.mark.parametrize(("victim", "blocks"), DEATHS)
+def test_a_death_in_a_gather_of_tensors(dying, victim, blocks):
+    company = dying(victim, blocks)
+
+    def work(rank: int, control: Collectives) -> Any:
+        return control.gather_tensors([values(rank, 150_000 + rank), torch.tensor(rank)]), control.ranks
+
+    results = company.run(work)
+    living = [rank for rank in range(5) if rank != victim]
+    assert isinstance(results.pop(victim), (KilledError, RuntimeError))
+    assert sorted(results) == living
+    for found, ranks in results.values():
+        assert list(ranks) == [int(number) for _, number in found] == living
+        for rank, (tensor, _) in zip(living, found, strict=True):
+            assert tensor.equal(values(rank, 150_000 + rank))
 
 
 def test_a_death_before_a_collective(make):
@@ -244,7 +272,7 @@ def test_a_frozen_worker_is_left_out_and_told_when_it_wakes(make):
     results = company.run(lambda rank, control: control.gather(rank), [0, 1, 3])
     assert results == {rank: [0, 1, 3] for rank in (0, 1, 3)}
     assert DEAD_AFTER / 2 < time.monotonic() - began < DEAD_AFTER + SOON
-    wait_for(lambda: company.wire(2).neighbours.living() == [0, 1, 3], 10.0)
+    wait_for(lambda: WireNeighbours(company.wire(2), 2, DEAD_AFTER, 60.0).living() == [0, 1, 3], 10.0)
     late = company.run(lambda rank, control: control.gather(rank), [2])[2]
     assert isinstance(late, PeerLostError)
     assert "took worker 2 for gone" in str(late)
@@ -518,7 +546,7 @@ def test_nobody_meets_a_process_that_joins_before_its_first_round(make):
     link.start, link.round = 50, 51
     for round_, meets in ((10, False), (49, False), (50, True)):
         neighbours.announce(round_)
-        assert neighbours.available(edge, ExchangeId(round_, 0)) == meets
+        assert neighbours.usable(edge, ExchangeId(round_, 0)) == meets
         assert neighbours.round_of(1) == (51 if meets else -1)
 
 

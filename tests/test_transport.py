@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from decent_dp.transport import (
 )
 from decent_dp.transport.collectives import _Said
 from decent_dp.transport.in_process import LocalHub
+from decent_dp.transport.newcomer import _AloneControl
 from tests.helpers import came, compression_of, request
 from tests.workers import shorten
 
@@ -281,6 +283,18 @@ def control(transport: Transport) -> None:
     assert math.isnan(odd[-1][0])
     assert odd[-1][1:] == [math.inf, -math.inf]
 
+    def own_tensors(r: int) -> list[Tensor]:
+        if r == 1:
+            return []
+        small = [values(dtype, *shape)[..., ::2] for dtype in ANY_DTYPE for shape in ((3, 1 + r), (0, 4), (r, 3))]
+        return [*small, torch.tensor(r), torch.full((2_500_001,), r, dtype=torch.uint8), torch.tensor([1j]).conj()]
+
+    for r, tensors in enumerate(collectives.gather_tensors(own_tensors(rank))):
+        for tensor, sent in zip(tensors, own_tensors(r), strict=True):
+            assert (tensor.dtype, tensor.shape, tensor.device.type) == (sent.dtype, sent.shape, "cpu")
+            assert torch.equal(tensor, sent), sent.dtype
+    assert collectives.gather_tensors([]) == [[]] * n
+
     for dtype in FLOATS:
         tensor = payload(rank, ExchangeId(0, 0), 50, dtype)
         expected = torch.stack([payload(r, ExchangeId(0, 0), 50, dtype).double() for r in range(n)]).mean(0)
@@ -341,6 +355,8 @@ def test_contract_in_process(n):
 
 def test_contract_of_one():
     control(InProcessTransport())
+    newcomer: Any = SimpleNamespace(rank=0, world_size=1, control=_AloneControl(0))
+    control(newcomer)
 
 
 def test_idle_workers_get_no_messages():

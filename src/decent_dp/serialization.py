@@ -6,6 +6,7 @@ list, and a dict whose keys are strings. Everything else is an object with one k
     {"!dict": [[key, value], ...]}      a dict with other keys         {"!counter": [[key, value], ...]}
     {"!tuple": [...]}                                                  {"!deque": [[...], maxlen]}
     {"!bytes": base64}                                                 {"!dtype": "float32"}    a torch.dtype
+    {"!path": text}                     a path of pathlib
     {"!tensor": key}                    or [key, dtype, shape], if its bytes are stored as uint8
     {"!sparse": [indices, values, shape, coalesced]}                   indices and values are nodes of dense tensors
     {"!array": [key, dtype, shape]}     the bytes of a NumPy array     {"!scalar": [dtype, hex]}    a NumPy scalar
@@ -16,6 +17,7 @@ from __future__ import annotations
 import base64
 import enum
 import json
+import pathlib
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -56,6 +58,7 @@ _DIRECT = frozenset(
 )
 # Kinds of NumPy dtypes: bools, numbers, text, dates.
 _ARRAY_KINDS = "biufcSUmM"
+_PATHS = (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, tuple, deque, torch.Size)
 
 
@@ -66,9 +69,9 @@ def encode(tree: Any, where: str) -> tuple[str, dict[str, Tensor]]:
     """Splits a tree into text and tensors.
 
     Args:
-        tree: dicts (keys: str and int), lists, tuples, deques and Counters of None, bool, int, float, str, bytes, dense or
-            sparse COO tensors of any dtype, NumPy arrays and scalars, ``torch.dtype``. OrderedDict and defaultdict come back as
-            dict, ``torch.Size`` as tuple, Parameters as plain tensors, a subclass of str or int as the plain one.
+        tree: dicts (keys: str and int), lists, tuples, deques and Counters of None, bool, int, float, str, bytes, paths,
+            dense or sparse COO tensors of any dtype, NumPy arrays and scalars, ``torch.dtype``. OrderedDict and defaultdict
+            come back as dict, ``torch.Size`` as tuple, Parameters as plain tensors, a subclass of str or int as the plain one.
         where: what errors call the tree, such as ``"state"``; with "" they begin with its keys.
 
     Returns:
@@ -116,6 +119,8 @@ class _Encoder:
             return float(value) if isinstance(value, float) else str(value)
         if isinstance(value, bytes):
             return {"!bytes": base64.b64encode(value).decode("ascii")}
+        if kind in _PATHS:
+            return {"!path": str(value)}
         if isinstance(value, torch.dtype):
             return {"!dtype": _dtype_name(value)}
         if isinstance(value, torch.device):
@@ -390,5 +395,6 @@ def _numpy_scalar(body: Any) -> Any:
 _SCALARS: dict[str, Callable[[Any], Any]] = {
     "!bytes": lambda body: base64.b64decode(body, validate=True),
     "!dtype": _torch_dtype,
+    "!path": pathlib.Path,
     "!scalar": _numpy_scalar,
 }

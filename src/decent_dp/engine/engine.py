@@ -24,7 +24,7 @@ from decent_dp.engine.outcome import ARRIVED, SAT_OUT, NonFinite, Outcome
 from decent_dp.errors import PeerError
 from decent_dp.rules import Gossip, Round, Rule
 from decent_dp.topo import Edge, Topology
-from decent_dp.transport import ExchangeId, ExchangeRequest, Neighbours, Transport, Verdict
+from decent_dp.transport import ExchangeId, ExchangeRequest, PeerTable, Transport, Verdict
 
 __all__ = ["Engine"]
 
@@ -43,7 +43,7 @@ class Engine:
         topology: the groups that mix in each round.
         rule: makes proposals, and applies received ones.
         compression: the encoding of messages.
-        neighbours: where faults are tolerated, the result of ``Transport.tolerate``.
+        peers: which of the other workers exchanges are made with.
 
     Attributes:
         topology: the one given.
@@ -64,9 +64,9 @@ class Engine:
         topology: Topology,
         rule: Rule,
         compression: type[Compression],
-        neighbours: Neighbours | None = None,
+        peers: PeerTable,
     ) -> None:
-        self._neighbours = neighbours
+        self._peers = peers
         self.holes = 0
         self.nonfinite_in = -1
         self._transport, self.topology = transport, topology
@@ -232,8 +232,6 @@ class Engine:
             edit: what ``finish`` will be called with.
         """
         self.started = self.round
-        if self._neighbours is not None:
-            self._neighbours.announce(self.round)
         if not Topology.mixes(bucket.topology, self.round):
             return
         assert bucket.in_flight is None, "an exchange is started when the one before is finished"
@@ -251,9 +249,9 @@ class Engine:
     def _leaves_out(self, bucket: Bucket, edge: Edge) -> bool:
         """Whether the exchange of this round is left out, because the other worker is gone or silent; tells it so."""
         exchange_id = ExchangeId(self.round, bucket.number)
-        if self._neighbours is None or len(edge.ranks) == 1 or self._neighbours.available(edge, exchange_id):
+        if len(edge.ranks) == 1 or self._peers.usable(edge, exchange_id):
             return False
-        self._neighbours.skip(edge, exchange_id)
+        self._peers.skip(edge, exchange_id)
         self.holes += 1
         return True
 
@@ -262,8 +260,7 @@ class Engine:
 
         Called before a round's first bucket. What is in flight is finished when its bucket's turn comes.
         """
-        if self._neighbours is not None:
-            self.go_to(self._round_of_others(self._neighbours))
+        self.go_to(self._round_of_others())
 
     def go_to(self, target: int) -> None:
         """Leaves out all rounds before ``target``."""
@@ -278,35 +275,35 @@ class Engine:
                         missed[other, bucket.number] = edge, ExchangeId(round_, bucket.number)
         if first > self.round:
             self.holes += (self.holes - before) * (first - self.round) // _MOST_MISSED
-        if self._neighbours is not None:
-            for edge, exchange_id in missed.values():  # the last one of each bucket and worker stands for those before
-                self._neighbours.skip(edge, exchange_id)
+        for edge, exchange_id in missed.values():  # the last one of each bucket and worker stands for those before
+            self._peers.skip(edge, exchange_id)
         self.round = max(self.round, target)
 
     def enter(self, round_: int, members: Sequence[int]) -> None:
         """This process joins ``members``. Its first round may be later than that of its epoch: it leaves out those before."""
-        if self._neighbours is not None:
-            for bucket in self.buckets:  # the last one stands for those before
-                self._neighbours.skip(Edge(sorted(members), 1.0), ExchangeId(round_ - 1, bucket.number))
+        for bucket in self.buckets:  # the last one stands for those before
+            self._peers.skip(Edge(sorted(members), 1.0), ExchangeId(round_ - 1, bucket.number))
         self.round = round_
 
-    def _round_of_others(self, neighbours: Neighbours) -> int:
+    def _round_of_others(self) -> int:
         """The first round from the present one on that the other worker of no bucket's edge has passed, or leaves out."""
-        round_, newest = self.round, max(map(neighbours.round_of, neighbours.living()), default=-1)
-        while True:
+        peers, round_ = self._peers, self.round
+        newest = max(map(peers.round_of, peers.living()), default=-1)
+        while newest > round_:
             passed = round_
             for bucket in self.buckets:
                 if Topology.mixes(bucket.topology, round_):
                     others = [rank for rank in bucket.topology.get_edge(round_).ranks if rank != self._transport.rank]
-                    theirs = max(map(neighbours.round_of, others), default=-1)
+                    theirs = max(map(peers.round_of, others), default=-1)
                     # As long as the exchange has time to arrive, the other worker can be ahead; later it waits for this one.
                     if theirs > round_ + bucket.topology._time(round_):
                         passed = max(passed, theirs)
-                    elif newest > round_ and neighbours.has_dropped(others, ExchangeId(round_, bucket.number)):
+                    elif peers.has_dropped(others, ExchangeId(round_, bucket.number)):
                         passed = max(passed, round_ + 1)
             if passed == round_:
-                return round_
+                break
             round_ = passed
+        return round_
 
     def advance(self) -> None:
         """Ends the round, after all buckets were started in it."""

@@ -33,7 +33,8 @@ class Outcome:
             raise self.error
 
 
-ARRIVED, SAT_OUT = Outcome("arrived"), Outcome("sat out")
+ARRIVED = Outcome("arrived")
+SAT_OUT = Outcome("sat out")
 
 
 class NonFinite:

@@ -21,7 +21,7 @@ from decent_dp import Gossip, Rule, Tolerate, Topology, gossip
 from decent_dp._checks import install_hint
 from decent_dp.checkpoint import load, save
 from decent_dp.errors import CheckpointError
-from decent_dp.integrations._living import save_again
+from decent_dp.integrations._survivors import save_again
 from decent_dp.replica.consistency import call_on_all
 
 try:
@@ -30,13 +30,15 @@ try:
 except ImportError as error:
     raise ImportError(f"this module needs Lightning; {install_hint('lightning')}") from error
 
-__all__ = ["NOTE", "GossipArguments", "load_own", "load_replicas", "remove_replicas", "save_replicas"]
+__all__ = ["NOTE", "GossipArguments", "Strategy", "load_own", "load_replicas", "remove_replicas", "save_replicas"]
 
 if tuple(int(part) for part in lightning.__version__.split(".")[:2]) < (2, 6):
     raise ImportError(f"this module needs Lightning 2.6 or newer, got {lightning.__version__}; {install_hint('lightning')}")
 
 _log = logging.getLogger(__name__)
 
+# The base of what comes before a DDPStrategy, which has no types.
+Strategy: Any = object
 # The entry of a checkpoint file that says which replicas belong to it, and the ending of the folder that has them.
 NOTE = "decent_dp"
 _ENDING = ".decent_dp"
@@ -58,7 +60,7 @@ _ELSEWHERE = {
 _DDP = {*inspect.signature(DistributedDataParallel.__init__).parameters, "static_graph", "model_averaging_period"}
 
 
-class GossipArguments:
+class GossipArguments(Strategy):  # type: ignore[misc]
     """The part of both strategies that takes the arguments of ``gossip``, and calls it. It comes before a DDPStrategy.
 
     Raises:
@@ -110,25 +112,22 @@ class GossipArguments:
 
     def setup_environment(self) -> None:
         """Raises ValueError, on all workers, for devices and plugins that cannot work."""
-        strategy: Any = self
-        name, device = type(self).__name__, strategy.root_device
+        name, device = type(self).__name__, self.root_device
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"{name} trains on CPUs and CUDA GPUs, not on '{device.type}': choose accelerator='cpu' or 'gpu'.")
-        if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
+        if isinstance(self.checkpoint_io, AsyncCheckpointIO):
             raise ValueError(
                 f"{name} writes the replicas and the checkpoint file together, and AsyncCheckpointIO would write the file "
                 "later: leave it out."
             )
-        base: Any = super()
-        base.setup_environment()
+        super().setup_environment()
 
     def make_replica(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> Gossip:
         """Calls ``gossip``, with the precision plugin's scaler and the number of devices of a node."""
-        strategy: Any = self
-        if strategy.has_lost_workers:
+        if self.has_lost_workers:
             raise RuntimeError("workers have died in an earlier training, which a new one needs: start all workers again.")
-        on_node = strategy.num_processes if self._local_world_size is None else self._local_world_size
-        scaler = getattr(getattr(strategy, self.PRECISION), "scaler", None)
+        on_node = self.num_processes if self._local_world_size is None else self._local_world_size
+        scaler = getattr(getattr(self, self.PRECISION), "scaler", None)
         return self._gossip(model, optimizers, scaler=scaler, local_world_size=on_node)
 
 

@@ -21,12 +21,12 @@ from decent_dp.integrations._lightning_common import (
     remove_replicas,
     save_replicas,
 )
-from decent_dp.integrations._lightning_living import LivingCollectives
+from decent_dp.integrations._lightning_survivors import LightningOverSurvivors
 
 __all__ = ["GossipFabricStrategy"]
 
 
-class GossipFabricStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: ignore[misc]
+class GossipFabricStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy):  # type: ignore[misc]
     """A strategy of Lightning's Fabric: ``fabric.setup(model, optimizer)`` calls ``decent_dp.gossip``, and wraps nothing.
 
     ``fabric.save`` writes the mean of the replicas, and all replicas beside the file if the state has the model and all its

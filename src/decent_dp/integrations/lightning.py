@@ -17,6 +17,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +35,8 @@ from decent_dp.integrations._lightning_common import (
     save_replicas,
 )
 from decent_dp.integrations._lightning_fabric import GossipFabricStrategy
-from decent_dp.integrations._lightning_living import LivingCollectives
-from decent_dp.integrations._living import Living, tolerates
+from decent_dp.integrations._lightning_survivors import LightningOverSurvivors
+from decent_dp.integrations._survivors import SurvivorCollectives
 from decent_dp.replica.shards import is_sharded
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ _log = logging.getLogger(__name__)
 _MODEL = "state_dict"
 
 
-class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: ignore[misc]
+class GossipStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy):  # type: ignore[misc]
     """A strategy of Lightning's Trainer whose workers mix with their neighbours after each step of the optimizers.
 
     Validation, and the weights in checkpoint files, are the mean of the replicas. A folder beside each file has all replicas,
@@ -79,7 +80,7 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
 
     def reset(self) -> None:
         self.replica: Gossip | None = None
-        self._trainer: pl.Trainer | None = None
+        self._trainer: Any = None
         # Contexts of the present fit: the agreement on a stop and the metrics, and the mean while it validates.
         self._contexts = contextlib.ExitStack()
         self._evaluation = contextlib.ExitStack()
@@ -117,8 +118,8 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
         self.replica = self.make_replica(self.lightning_module, self.optimizers)
         self._left_out, self._random = 0, None
         self._contexts.enter_context(_Stops(self, trainer, self.replica))
-        if tolerates(self.replica):
-            self._contexts.enter_context(self.living_metrics(self.lightning_module))
+        if self.replica.tolerates_faults:
+            self._contexts.enter_context(self.survivor_metrics(self.lightning_module))
 
     def _setup_without_the_others(self, trainer: pl.Trainer) -> None:
         """As Lightning's own for ``validate``, ``test`` and ``predict``, without a broadcast of the model, the mean."""
@@ -128,7 +129,7 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
         self.setup_precision_plugin()
-        self._contexts.enter_context(self.living_metrics(self.lightning_module))
+        self._contexts.enter_context(self.survivor_metrics(self.lightning_module))
 
     def configure_ddp(self) -> None:
         """Wraps nothing."""
@@ -139,18 +140,22 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
             if not self._training:
                 ending.callback(self._contexts.close)
                 return
-            assert self.replica is not None
-            assert self._trainer is not None
-            ending.callback(self.replica.close)
+            ending.callback(self._current.close)
             ending.callback(self._contexts.close)
             ending.callback(self._evaluation.close)
-            if not (self._trainer.interrupted or self.replica.failed):
-                self.replica.average_()
+            if not (self._trainer.interrupted or self._current.failed):
+                self._current.average_()
 
     @property
     def _training(self) -> bool:
         """Whether the workers have replicas of their own, in ``fit``."""
         return self.replica is not None and not self.replica.closed
+
+    @property
+    def _current(self) -> Gossip:
+        """The replica of this fit."""
+        assert self.replica is not None
+        return self.replica
 
     @property
     def _alone(self) -> bool:
@@ -161,11 +166,9 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
     def on_exception(self, exception: BaseException) -> None:
         """Tells the others, which lose this worker, why."""
         if self._training and not isinstance(exception, (PeerError, SIGTERMException)):
-            assert self.replica is not None
-            self.replica.everyone.report(f"{type(exception).__name__}: {exception}")
+            self._current.everyone.report(f"{type(exception).__name__}: {exception}")
 
     def on_train_start(self) -> None:
-        assert self._trainer is not None
         self._take_lost()  # a checkpoint that was loaded is of a later round
         if self._random is not None and self._trainer.fit_loop.restarted_mid_epoch:
             # The data loader's new iterator has drawn a seed, which the uninterrupted run has drawn at the epoch's start.
@@ -174,15 +177,14 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         found = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._training and tolerates(self.replica) and self.lightning_module.automatic_optimization:
+        replica = self.current_replica()
+        if replica is not None and replica.tolerates_faults and self.lightning_module.automatic_optimization:
             self._leave_out_batches()
         return found
 
     def _leave_out_batches(self) -> None:
         """After a step: leaves out what belongs to the rounds that this worker has left out, up to the end of the epoch."""
-        trainer, replica = self._trainer, self.replica
-        assert trainer is not None
-        assert replica is not None
+        trainer, replica = self._trainer, self._current
         replica.catch_up()
         lost = self._take_lost()
         loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
@@ -191,8 +193,7 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
             for _ in range(trainer.accumulate_grad_batches):
                 if not fetcher.done:
                     next(fetcher)
-                    for count in ("ready", "started", "processed", "completed"):
-                        getattr(loop.batch_progress, f"increment_{count}")()
+                    _count(loop.batch_progress, 1)
             loop.update_lr_schedulers("step", update_plateau_schedulers=False)
         if lost:
             loop.batch_progress.is_last_batch = fetcher.done
@@ -204,31 +205,25 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
 
     def _take_lost(self) -> int:
         """The rounds that this worker has left out since the last call."""
-        assert self.replica is not None
-        before, self._left_out = self._left_out, self.replica.cadence.left_out(self.replica.engine.round)
+        before, self._left_out = self._left_out, self._current.cadence.left_out(self._current.engine.round)
         return self._left_out - before
 
     def end_epoch(self) -> None:
         """Whether to stop, and the number of the epoch, are those of all workers: one that was out may be in an earlier one."""
-        trainer, replica = self._trainer, self.replica
-        assert trainer is not None
-        assert replica is not None
+        trainer, replica = self._trainer, self._current
         progress = trainer.fit_loop.epoch_progress
         replica.everyone.control.begin("end of the epoch")
         found = replica.everyone.control.gather([bool(trainer.should_stop), progress.current.processed])
         trainer.should_stop = any(stops for stops, _ in found)
         later = max(epoch for _, epoch in found) - progress.current.processed
-        for part in (progress.current, progress.total):
-            for count in ("ready", "started", "processed", "completed"):
-                setattr(part, count, getattr(part, count) + later)
+        _count(progress, later)
         _count_steps(trainer.fit_loop.epoch_loop, self._take_lost())  # the next epoch begins with all of its batches
 
     # -- the mean -----------------------------------------------------------------------------------------------------
 
     def on_validation_start(self) -> None:
         if self._training:
-            assert self.replica is not None
-            self._evaluation.enter_context(self.replica.averaged())
+            self._evaluation.enter_context(self._current.averaged())
 
     def on_validation_end(self) -> None:
         self._evaluation.close()
@@ -238,19 +233,18 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
 
     def stops_any(self, should_stop: bool) -> bool:
         """Whether ``should_stop`` is set on any worker. Called by all workers, and an error names one that is gone."""
-        assert self.replica is not None
-        self.replica.everyone.control.begin("should_stop")
-        return any(self.replica.everyone.control.gather(should_stop))
+        control = self._current.everyone.control
+        control.begin("should_stop")
+        return any(control.gather(should_stop))
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state dict of the mean; in ``fit`` a copy. Called by all workers."""
         if not self._training or self._alone:
             state: dict[str, Any] = super().lightning_module_state_dict()
             return state
-        assert self.replica is not None
         with contextlib.ExitStack() as scope:
-            if self.replica.mean.backup is None:
-                scope.enter_context(self.replica.averaged())
+            if self._current.mean.backup is None:
+                scope.enter_context(self._current.averaged())
             state = super().lightning_module_state_dict()
             state = {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()}
         self._mean = state
@@ -268,14 +262,13 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             remove_replicas(self, filepath)
             return
-        assert self.replica is not None
         # A state dict that a callback has put there (a moving average) is this worker's.
         own = {key: value for key, value in checkpoint.items() if key != "optimizer_states" and value is not mean}
 
         def write(note: Any) -> None:
             self.checkpoint_io.save_checkpoint({**checkpoint, NOTE: note}, filepath, storage_options=storage_options)
 
-        save_replicas(self, filepath, {_MODEL: self.replica}, own, write)
+        save_replicas(self, filepath, {_MODEL: self._current}, own, write)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
@@ -293,11 +286,10 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Restores the replicas with their optimizers, if the file has any; else the file's optimizer states."""
-        assert self.replica is not None
-        if self._resumed is None or not load_replicas(self, *self._resumed, {_MODEL: self.replica}):
+        if self._resumed is None or not load_replicas(self, *self._resumed, {_MODEL: self._current}):
             super().load_optimizer_state_dict(checkpoint)
         elif self._resumed[1]["workers"] == self.world_size:
-            self._random = random_states(self.replica.model)
+            self._random = random_states(self._current.model)
         self._resumed = None
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -315,11 +307,10 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
     def current_replica(self) -> Gossip | None:
         return self.replica if self._training else None
 
-    def living(self) -> Living | None:
+    def survivors(self) -> SurvivorCollectives | None:
         if not self._alone:
-            return super().living()
-        ranks = range(self.world_size) if self._last_control is None else self._last_control.ranks
-        return Living(self.global_rank, None, ranks)
+            return super().survivors()
+        return self.alone(range(self.world_size) if self._last_control is None else self._last_control.ranks)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -434,12 +425,16 @@ class _Stops:
             self._stop.request()
 
 
+def _count(progress: Any, number: int, kinds: Sequence[str] = ("ready", "started", "processed", "completed")) -> None:
+    """So many more batches, epochs or steps count as made."""
+    for part in (progress.current, progress.total):
+        for kind in kinds:
+            setattr(part, kind, getattr(part, kind) + number)
+
+
 def _count_steps(loop: Any, number: int) -> None:
     """These steps of the optimizer count as made."""
-    step = loop.automatic_optimization.optim_progress.optimizer.step
-    for part in (step.current, step.total):
-        part.ready += number
-        part.completed += number
+    _count(loop.automatic_optimization.optim_progress.optimizer.step, number, ("ready", "completed"))
     loop._batches_that_stepped += number
 
 

@@ -33,8 +33,8 @@ try:
 except ImportError as error:
     raise ImportError(f"the Trainer needs transformers and accelerate; {install_hint('transformers')}") from error
 
-from decent_dp.integrations._living import save_again, tolerates
-from decent_dp.integrations._trainer_living import LivingTrainer
+from decent_dp.integrations._survivors import save_again
+from decent_dp.integrations._trainer_survivors import TrainerOverSurvivors
 
 if TYPE_CHECKING:
     from decent_dp.rules import Rule
@@ -125,7 +125,7 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
         self._during = contextlib.ExitStack()
         self._inside_mean = False
         # With faults, from the beginning of training; it stays if a worker is gone at the end.
-        self._living: LivingTrainer | None = None
+        self._survivors: TrainerOverSurvivors | None = None
         # Rounds at the end of the last step.
         self._rounds = 0
         accelerator = trainer.accelerator
@@ -176,12 +176,12 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
                 (folder.parent / TRAINER_STATE_NAME).unlink(missing_ok=True)  # written last: the folder is complete with it
                 shutil.rmtree(folder, ignore_errors=True)
             writer = None
-            while writer is None or (self._living is not None and writer != self._living.first):
-                writer = -1 if self._living is None else self._living.first
+            while writer is None or (self._survivors is not None and writer != self._survivors.first):
+                writer = -1 if self._survivors is None else self._survivors.first
                 with self._averaged():
                     save_model(output_dir, _internal_call)
-                if self._training and self._living is not None:
-                    self._living.barrier()  # the writer may have died
+                if self._training and self._survivors is not None:
+                    self._survivors.barrier()  # the writer may have died
             if folder is not None:
                 self._save_replicas(folder)
 
@@ -218,15 +218,15 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
                 f"{type(optimizer).__name__} gives the model other weights for evaluation, from values that workers do not "
                 "have in common: choose another optimizer."
             )
-        if self._living is not None:
+        if self._survivors is not None:
             raise RuntimeError("workers have died in an earlier train(), which a new one needs: start all workers again.")
         transport = None if dist.is_initialized() else InProcessTransport()
         replica = gossip(trainer.model, optimizer, scaler=trainer.accelerator.scaler, transport=transport, **self._options)
         self.replica = replica
         if self._resume is not None:
             self._load_replicas(Path(self._resume) / _REPLICAS)
-        if tolerates(replica):
-            self._living = LivingTrainer(trainer, replica)
+        if replica.tolerates_faults:
+            self._survivors = TrainerOverSurvivors(trainer, replica)
         self._rounds = replica.stats().rounds
         self._stop, self._saved, self._ends = None, -1, False
         if self._signals:
@@ -241,8 +241,8 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
                 f"{kind} made no round in step {state.global_step}: it does not step in its step(). Choose an optimizer that "
                 "does."
             )
-        if self._living is not None:
-            self._living.count_steps()
+        if self._survivors is not None:
+            self._survivors.count_steps()
         if self._stop is not None and self._stop.due:
             control.should_save = control.should_training_stop = True
         return control
@@ -254,7 +254,7 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Comes after a stop, too: other callbacks have seen its checkpoint, and nothing of a run that has ended follows."""
-        if self._living is not None and self._living.leaves_out_epoch():
+        if self._survivors is not None and self._survivors.leaves_out_epoch():
             control.should_training_stop = False
         if self._stop is not None and self._stop.due:
             if self._saved == state.global_step:
@@ -282,8 +282,8 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
 
     def _leave(self) -> None:
         """The collectives of the living workers end with the training."""
-        if self._living is not None and self.replica is not None and self._living.leave(self.replica.everyone.rank):
-            self._living = None
+        if self._survivors is not None and self.replica is not None and self._survivors.leave(self.replica.everyone.rank):
+            self._survivors = None
 
     # -- all replicas -------------------------------------------------------------------------------------------------
 

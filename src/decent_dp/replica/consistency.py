@@ -135,7 +135,7 @@ def check_same_call(control: Control, round_: int, factor: float, what: str, *, 
         DisagreementError: the adaptive factors differ; on all of them.
     """
     try:
-        rounds, factors, calls = map(list, zip(*control.gather([round_, factor, what]), strict=True))
+        rounds, factors = map(list, zip(*control.gather([round_, factor]), strict=True))
     except errors.PeerTimeoutError as error:
         raise errors.PeerTimeoutError(
             f"not all workers called {what}: every worker must call it, also where only one uses the result (put "
@@ -147,12 +147,6 @@ def check_same_call(control: Control, round_: int, factor: float, what: str, *, 
             f"({worker_counts(rounds, control.ranks)}). Uneven numbers of batches need `with model.join():` around the loop."
         )
     ranks = control.ranks
-    odd = next((i for i, own in enumerate(calls) if own != calls[0]), None)
-    if odd is not None:
-        raise errors.OutOfStepError(
-            f"worker {ranks[0]} called {calls[0]} and worker {ranks[odd]} called {calls[odd]}, and each needs all workers: "
-            "make the same calls in the same order on every worker."
-        )
     odd = next((i for i, own in enumerate(factors) if own != factors[0]), None)
     if odd is not None:
         raise errors.DisagreementError(

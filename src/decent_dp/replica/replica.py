@@ -40,7 +40,7 @@ from decent_dp.replica.statistics import Statistics, tell_drifts, tell_replicas
 from decent_dp.replica.stats import Stats
 from decent_dp.replica.uneven import finish_together
 from decent_dp.topo.epochs import EpochTopology
-from decent_dp.transport import NewcomerTransport, Transport
+from decent_dp.transport import NewcomerTransport, PeerTable, Transport
 
 __all__ = ["Listener", "Replica"]
 
@@ -106,7 +106,7 @@ class Replica(ABC):
         self.parameters = Parameters(model)
         self.topology = agreed.topology
         neighbours, compression = agreed.neighbours, check_compression(agreed.settings.compression)
-        self.engine = Engine(self.transport, self.topology, agreed.rule, compression, neighbours)
+        self.engine = Engine(self.transport, self.topology, agreed.rule, compression, neighbours or PeerTable())
         self.monitor: MembershipMonitor | None = None
         # Of a process that joins a run: makes it a member.
         self.before_first_round: Callable[[], None] | None = None
@@ -181,7 +181,6 @@ class Replica(ABC):
 
     def begin_round(self) -> None:
         """Called before any bucket is used."""
-        self.everyone.announce(self.engine.round)
         if self.mean.backup is not None:  # this round makes the mean the replica's own values
             self.invalidate()
         self.rebind()
@@ -194,6 +193,7 @@ class Replica(ABC):
                 self.everyone.leave_process_group()
             self.monitor.look(self.engine.round)
             self.catch_up()
+        self.everyone.announce(self.engine.round)
 
     def use_buckets(self, buckets: list[Bucket]) -> None:
         """Replaces all buckets, after the optimizers."""

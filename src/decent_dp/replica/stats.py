@@ -24,8 +24,8 @@ class Stats:
         nonfinite: rounds that this worker sat out, because a replica of its edge had a NaN or an infinity.
         holes: exchanges of single buckets that were left out, because the other worker was gone, silent or much too slow;
             0 without ``faults``.
-        one_sided: exchanges that this worker has dropped, as the other one counts as dead, and that the other one may have
-            mixed: the only ones that can move the mean over the replicas.
+        one_sided: exchanges that this worker has dropped, as it could not learn whether the other one mixes them: the only
+            ones that can move the mean over the replicas.
         reconnects: connections to other workers that were made in place of lost ones; 0 without ``faults``.
     """
 

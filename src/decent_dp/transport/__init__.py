@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from decent_dp.transport.base import Control, ExchangeId, ExchangeRequest, Handle, Transport, Verdict
+from decent_dp.transport.base import Control, ExchangeRequest, Handle, Transport
 from decent_dp.transport.in_process import InProcessTransport, LocalHub, run_replicas
-from decent_dp.transport.neighbours import Neighbours
+from decent_dp.transport.neighbours import Neighbours, PeerTable
 from decent_dp.transport.newcomer import NewcomerTransport
 from decent_dp.transport.process_group import (
     ProcessGroupTransport,
@@ -14,6 +14,7 @@ from decent_dp.transport.process_group import (
     group_of_replicas,
     open_transport,
 )
+from decent_dp.transport.votes import ExchangeId, Verdict
 
 __all__ = [
     "Control",
@@ -24,6 +25,7 @@ __all__ = [
     "LocalHub",
     "Neighbours",
     "NewcomerTransport",
+    "PeerTable",
     "ProcessGroupTransport",
     "Transport",
     "Verdict",

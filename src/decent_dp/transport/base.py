@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,10 +15,9 @@ from torch._C._distributed_c10d import Store
 from decent_dp.compression import Compression, MessageId
 from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
+from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.streams import beside
-
-if TYPE_CHECKING:
-    from decent_dp.transport.neighbours import Neighbours
+from decent_dp.transport.votes import ExchangeId, Verdict
 
 __all__ = [
     "Control",
@@ -32,17 +30,6 @@ __all__ = [
     "Verdict",
     "written",
 ]
-
-
-@dataclass(frozen=True)
-class ExchangeId:
-    """Identifies an exchange; both ends check it."""
-
-    round: int
-    bucket: int
-
-    def __str__(self) -> str:
-        return f"round {self.round}, bucket {self.bucket}"
 
 
 # Turns a broken connection, or a timeout, in an exchange with these workers into an error that names them.
@@ -95,13 +82,6 @@ class ExchangeRequest:
                 result = torch.empty_like(there[0])
                 compression.reduce(compression.chunks[chunk], there, sizes, result, message_id)
                 out.copy_(result)
-
-
-class Verdict(enum.Enum):
-    """What becomes of an exchange."""
-
-    BOTH = "all members mix it"
-    NEITHER = "no member mixes it: one is gone or silent, or leaves it out"
 
 
 class Handle(ABC):
@@ -171,6 +151,10 @@ class Control(ABC):
     @abstractmethod
     def gather(self, message: Any) -> list[Any]:
         """The messages of all workers, in the order of ``ranks``; they must be serializable as JSON."""
+
+    @abstractmethod
+    def gather_tensors(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The tensors of all workers (any number, dtypes and shapes, dense or not), on the CPU, in the order of ``ranks``."""
 
     @abstractmethod
     def mean(self, tensor: Tensor) -> Handle:

@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from decent_dp.transport.base import Verdict
 from decent_dp.transport.hello import CONTROL
 from decent_dp.transport.link import Key, LinkState, Pair, Priority, Receiving, Sending
 from decent_dp.transport.messages import STATE, Header, pack
 from decent_dp.transport.repeats import Repeats
 from decent_dp.transport.sockets import Socket
-from decent_dp.transport.votes import Votes
+from decent_dp.transport.votes import Verdict, Votes
 
 __all__ = ["SMALL", "Channel", "Link", "Network", "Rate"]
 
@@ -25,34 +24,52 @@ __all__ = ["SMALL", "Channel", "Link", "Network", "Rate"]
 _OFTEN = 4
 # The part of each round's time for which a worker waits for peers that are not in their exchanges.
 _SHARE = 0.1
-# Exchanges of one bucket with one peer from which the usual time of one is known, and the most meetings that are left out
-# after an exchange has taken much longer: four times as long, as others may share its link, such as a process that joins.
-_TIMED, _LONGEST_BREAK, _LONGER = 8, 64, 4
+# Exchanges of one bucket with one peer from which the usual time of one is known.
+_TIMED = 8
+# An exchange has taken much longer than usual if it took so many times as long: others may share its link, such as a process
+# that joins.
+_LONGER = 4
+# The most meetings that are left out after it.
+_LONGEST_BREAK = 64
 # Seconds from which on exchanges are slow: a peer may be late because an earlier one still moves.
 _SLOW = 0.5
 
 # Messages of at most so many bytes are wanted as a whole at once: waiting would take longer than the message.
 SMALL = 2**14
-# Bytes that are wanted and have not arrived: so many, but no more than a link moves in a quarter of a second, as a request
-# waits in the queue of the other direction, and its bytes in this one's; at least what it moves in 50 ms; and from one peer
-# alone twice what the way holds, its rate times the time in which a request takes effect, up to half a second of it, as
-# heartbeats and votes wait behind them. With less, a link starves while the next request waits behind the data of the other
-# direction. With more, queues overflow, and two streams share a link for long at a change of rounds (docs/log.md, 2026-11-21,
-# "why full links ran dry").
-_USUAL, _USUAL_SECONDS, _LEAST_SECONDS, _MOST_SECONDS = 2**19, 0.25, 0.05, 0.5
-# Bytes that are wanted ahead at least, and of a peer whose rate is not known.
-_LEAST, _UNKNOWN = 2**16, 2**17
-# From the peers of a group a chunk of each, so that one that is busy with others does not keep the rest waiting, up to 3 MiB
+# Bytes that are wanted and have not arrived. With less, a link starves while the next request waits behind the data of the
+# other direction. With more, queues overflow, and two streams share a link for long at a change of rounds (docs/log.md,
+# 2026-11-21, "why full links ran dry").
+_USUAL = 2**19
+# They are no more than a link moves in so many seconds: a request waits in the queue of the other direction, and its bytes in
+# this one's.
+_USUAL_SECONDS = 0.25
+# At least what it moves in so many seconds.
+_LEAST_SECONDS = 0.05
+# From one peer alone twice what the way holds, its rate times the time in which a request takes effect, up to so many seconds
+# of it: heartbeats and votes wait behind them.
+_MOST_SECONDS = 0.5
+# Bytes that are wanted ahead at least.
+_LEAST = 2**16
+# Bytes that are wanted ahead of a peer whose rate is not known.
+_UNKNOWN = 2**17
+# From the peers of a group a chunk of each is wanted, so that one that is busy with others does not keep the rest waiting
 # (docs/log.md, 2026-11-26, "'complete' over slow links").
-_OF_MANY, _MANY = 2**18, 12
+_OF_MANY = 2**18
+# Of so many peers at most: 3 MiB.
+_MANY = 12
 # pyzmq copies frames below this, and all of a control connection; the memory of others is lent to libzmq.
 _COPIED = 2**16
 # Plain numbers: zmq's flags take longer to combine than a frame to send.
-_NOW, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-# A link is full of messages to a peer while so many bytes have not arrived there, and some did within so many seconds.
-_FULL, _RECENTLY = 2**16, 0.5
-# Seconds over which a rate is measured, without those between messages; or bytes: fast links bring a window in less.
-_INTERVAL, _ENOUGH = 0.05, 2**21
+_NOW = int(zmq.NOBLOCK)
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+# A link is full of messages to a peer while so many bytes have not arrived there,
+_FULL = 2**16
+# and some did within so many seconds.
+_RECENTLY = 0.5
+# Seconds over which a rate is measured, without those between messages;
+_INTERVAL = 0.05
+# or bytes: fast links bring a window in less.
+_ENOUGH = 2**21
 
 
 class Rate:

@@ -130,9 +130,17 @@ class Collectives(Control):
             texts = self._agree("a gather", own if is_small else "")
             if all(texts.values()):
                 return [json.loads(text) for text in texts.values()]
-            found = self._attempt("a gather of long messages", lambda: self._gather_over_tree(own))
+            found = self._attempt("a gather of long messages", lambda: self._gather_over_tree(own.encode()))
             if found is not None:
                 return [json.loads(found[rank]) for rank in self.ranks]
+
+    def gather_tensors(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        host = [tensor.detach().cpu().resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+        kinds = self.gather([[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in host])
+        kinds_of = dict(zip(self.ranks, kinds, strict=True))
+        own = b"".join(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in host)
+        found = self._until_all_have_it("a gather of tensors", lambda: self._gather_over_tree(own))
+        return [_tensors_of(found[rank], kinds_of[rank]) for rank in self.ranks]
 
     def broadcast(self, tensor: Tensor) -> None:
         def make() -> Tensor:
@@ -369,27 +377,27 @@ class Collectives(Control):
             for child in self._children:
                 self._put(child, part.numpy())
 
-    def _gather_over_tree(self, own: str) -> dict[int, str]:
-        texts = {self._rank: own}
-        for child in self._children:
-            texts.update(json.loads(self._get_text(child), object_pairs_hook=_by_rank))
+    def _gather_over_tree(self, own: bytes) -> dict[int, bytes]:
+        """The bytes of each worker."""
+        parts, came = {self._rank: own}, {child: self._get_parts(child) for child in self._children}
+        for below in came.values():
+            parts.update(below)
         if self._parent is not None:
-            self._put_text(self._parent, json.dumps(texts).encode())
-            texts = json.loads(self._get_text(self._parent), object_pairs_hook=_by_rank)
+            self._put_parts(self._parent, parts)
+            parts.update(self._get_parts(self._parent))
         for child in self._children:
-            self._put_text(child, json.dumps(texts).encode())
-        return texts
+            self._put_parts(child, {rank: part for rank, part in parts.items() if rank not in came[child]})
+        return parts
 
-    def _put_text(self, peer: int, text: bytes) -> None:
-        self._put(peer, str(len(text)).encode())
-        for begin in range(0, len(text), LARGEST_FRAME):
-            self._put(peer, text[begin : begin + LARGEST_FRAME])
+    def _put_parts(self, peer: int, parts: Mapping[int, bytes]) -> None:
+        self._put(peer, json.dumps([(rank, len(part)) for rank, part in parts.items()]).encode())
+        for part in parts.values():
+            for begin in range(0, len(part), LARGEST_FRAME):
+                self._put(peer, memoryview(part)[begin : begin + LARGEST_FRAME])
 
-    def _get_text(self, peer: int) -> bytes:
-        size, text = int(self._get(peer)), bytearray()
-        while len(text) < size:
-            text += self._get(peer)
-        return bytes(text)
+    def _get_parts(self, peer: int) -> dict[int, bytes]:
+        sizes = json.loads(self._get(peer))
+        return {rank: b"".join(self._get(peer) for _ in range(0, size, LARGEST_FRAME)) for rank, size in sizes}
 
 
 def needs_all(
@@ -410,8 +418,17 @@ def needs_all(
     return needed
 
 
-def _by_rank(pairs: list[tuple[str, str]]) -> dict[int, str]:
-    return {int(rank): text for rank, text in pairs}
+def _tensors_of(raw: bytes, kinds: Sequence[tuple[str, list[int]]]) -> list[Tensor]:
+    """Those with these dtypes and shapes, whose bytes lie one after the other."""
+    tensors, begin = [], 0
+    for dtype, shape in kinds:
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+        if tensor.nbytes:
+            part = bytearray(memoryview(raw)[begin : begin + tensor.nbytes])
+            tensor = torch.frombuffer(part, dtype=tensor.dtype).reshape(shape)
+        tensors.append(tensor)
+        begin += tensor.nbytes
+    return tensors
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decent_dp.topo import Edge
-from decent_dp.transport.base import ExchangeId, ExchangeRequest, Explain, Handle
+from decent_dp.transport.base import ExchangeRequest, Explain, Handle
 from decent_dp.transport.groups import BufferPool, GroupExchange, bytes_of
 from decent_dp.transport.handles import WHOLE, AllNeeded, PeerExplain, Policy, WireHandle, key_of
 from decent_dp.transport.link import Pair, Receiving, Sending
@@ -20,13 +20,16 @@ from decent_dp.transport.messages import HINT
 from decent_dp.transport.reduction_tree import group_by_node
 from decent_dp.transport.staging import Staging
 from decent_dp.transport.streams import on_stream, profiled
+from decent_dp.transport.votes import ExchangeId
 from decent_dp.transport.waiter import Waiter
 from decent_dp.transport.wire import Wire
 
 __all__ = ["WireExchanges"]
 
-# Bytes, and seconds, that are coded before the transport's thread moves messages again.
-_STRIDE, _STRIDE_FOR = 2**18, 1e-3
+# Bytes that are coded at least before the transport's thread moves messages again.
+_STRIDE = 2**18
+# Seconds after which it does.
+_STRIDE_FOR = 1e-3
 
 # Rounds of groups whose chunks are counted: more than are in flight.
 _ROUNDS = 256

@@ -51,9 +51,13 @@ __all__ = ["Flow"]
 
 _log = logging.getLogger(__name__)
 
-# Bytes of a frame, which is never sent in part: an eighth of what is wanted, or, as each frame costs processor time, what the
-# network brings in so many seconds, up to a limit and half of what is wanted; and at least so many.
-_FRAME_SECONDS, _FRAME_UP_TO, _SMALLEST_FRAME = 0.005, 2**17, 2**14
+# A frame is never sent in part. It has an eighth of the bytes that are wanted or, as each frame costs processor time, what the
+# network brings in so many seconds, up to half of what is wanted
+_FRAME_SECONDS = 0.005
+# and so many bytes;
+_FRAME_UP_TO = 2**17
+# and at least so many.
+_SMALLEST_FRAME = 2**14
 # Frames that are handed to libzmq before the thread looks for what has come.
 _FRAMES = 16
 # Seconds after a part of a message for which it counts as moving.
@@ -161,9 +165,9 @@ class Flow:
 
     def take_joiner(self, peer: int) -> None:
         """The connection with which this process has joined becomes that of the member, if there is one."""
-        link = self.links[peer]
-        if (joiner := self.joiners.pop((peer, link.incarnation), None)) is not None and joiner.joining is not None:
-            self.open(link, joiner.uid, *joiner.joining)
+        joiner = self.joiners.pop((peer, self.links[peer].incarnation), None)
+        if joiner is not None and joiner.joining is not None:
+            self.open(self.links[peer], joiner.uid, *joiner.joining)
 
     @property
     def waiting(self) -> bool:
@@ -518,8 +522,7 @@ class Flow:
         if link.is_connected:
             self._let_go(link)
             link.enter(LinkState.BROKEN)
-            if self.joiners.get((link.peer, link.incarnation)) is link:
-                del self.joiners[link.peer, link.incarnation]
+            self.joiners = {of: joiner for of, joiner in self.joiners.items() if joiner is not link}
             link.lost = error or ConnectionError(reason)
             self._fail_messages(link, link.lost)
             # Its heartbeats have come until then, whatever its interpreter did.

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from decent_dp.errors import WireError
-from decent_dp.transport.base import ExchangeId, ExchangeRequest, Handle, Verdict
+from decent_dp.transport.base import ExchangeRequest, Handle
 from decent_dp.transport.link import Key, Pair
 from decent_dp.transport.messages import HINT
+from decent_dp.transport.votes import ExchangeId, Verdict
 from decent_dp.transport.wire import Wire
 
 __all__ = ["DOWN", "UP", "WHOLE", "AllNeeded", "PeerExplain", "Policy", "WireHandle", "key_of"]

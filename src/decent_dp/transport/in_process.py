@@ -19,11 +19,12 @@ from decent_dp.errors import PeerLostError, PeerTimeoutError, WireError
 from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
 from decent_dp.transport.agreement import View
-from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, ExchangeRequest, Handle, Transport, Verdict, written
+from decent_dp.transport.base import Control, DeferredHandle, ExchangeRequest, Handle, Transport, written
 from decent_dp.transport.collectives import Collectives, needs_all
 from decent_dp.transport.courier import Courier, Couriers
 from decent_dp.transport.link import Key
 from decent_dp.transport.neighbours import Neighbours
+from decent_dp.transport.votes import ExchangeId, Verdict
 
 __all__ = ["InProcessTransport", "LocalHub", "run_replicas"]
 
@@ -188,7 +189,7 @@ class InProcessTransport(Transport):
         return self._plane.missing(name)
 
     def tolerate(self, faults: Tolerate) -> Neighbours:
-        self.neighbours = _LocalNeighbours(self.rank, self._hub)
+        self.neighbours = _LocalNeighbours(self.rank, self._hub, self.run_id)
         self._control = self._collectives("call", 1)
         return self.neighbours
 
@@ -264,12 +265,12 @@ class InProcessTransport(Transport):
 class _LocalNeighbours(Neighbours):
     """Threads end, and that is all that can happen to them."""
 
-    def __init__(self, rank: int, hub: LocalHub) -> None:
-        self._rank, self._hub = rank, hub
-        self._round, self._last = -1, math.inf
+    def __init__(self, rank: int, hub: LocalHub, run_id: str) -> None:
+        self._rank, self._hub, self._run_id = rank, hub, run_id
+        self._last = math.inf
         self._error: Exception | None = None
 
-    def available(self, edge: Edge, exchange_id: ExchangeId) -> bool:
+    def usable(self, edge: Edge, exchange_id: ExchangeId) -> bool:
         return exchange_id.round <= self._last and not set(edge.ranks) & set(self.lost())
 
     def fail(self, error: Exception) -> None:
@@ -278,9 +279,6 @@ class _LocalNeighbours(Neighbours):
     def refuse_failed(self) -> None:
         if self._error is not None:
             raise RuntimeError(f"this worker has failed: {type(self._error).__name__}: {self._error}") from self._error
-
-    def announce(self, round_: int) -> None:
-        self._round = round_
 
     def living(self) -> list[int]:
         return sorted(set(range(self._hub.world_size)) - set(self.lost()) - {self._rank})
@@ -298,7 +296,7 @@ class _LocalNeighbours(Neighbours):
         return self.lost()
 
     def reserve_until(self, seconds: float, least: int) -> int:
-        last = self._round + least
+        last = self._hub.rounds.get((self._run_id, self._rank), -1) + least
         self._last = min(self._last, last)
         return last
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from decent_dp.transport.base import Verdict
+from decent_dp.transport.votes import Verdict
 
 __all__ = ["Key", "LinkState", "Message", "Pair", "Priority", "Receiving", "Sending"]
 

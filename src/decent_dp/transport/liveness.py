@@ -14,22 +14,26 @@ from functools import partial
 from typing import TypeVar
 
 from decent_dp.topo import Edge
-from decent_dp.transport.base import ExchangeId
 from decent_dp.transport.channels import Link
 from decent_dp.transport.handles import PeerExplain, Policy, WireHandle
 from decent_dp.transport.link import LinkState, Pair
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.sockets import SILENT
+from decent_dp.transport.votes import ExchangeId
 from decent_dp.transport.wire import Wire
 
 T = TypeVar("T")
 
 __all__ = ["WireNeighbours"]
 
-# Seconds in which a process that was stopped reads what came meanwhile, and beats after which one other worker is enough.
-_OLD, _BEATS = 0.1, 1.5
-# Rounds of which the median is taken for the time of a step, and the fewest seconds by which an exchange can be late.
-_STEPS, _LATE = 16, 0.25
+# Seconds in which a process that was stopped reads what came meanwhile.
+_OLD = 0.1
+# Beats after a stop, from which on one other worker that is heard is enough.
+_BEATS = 1.5
+# Rounds of which the median is taken for the time of a step.
+_STEPS = 16
+# The fewest seconds by which an exchange can be late.
+_LATE = 0.25
 # The part of ``dead_after`` for which a living peer that is not in its exchange is waited for at most: it may itself wait for
 # one that is silent.
 _COMING = 0.4
@@ -55,7 +59,7 @@ class WireNeighbours(Neighbours, Policy):
         self._last = math.inf
         self._lock = threading.Lock()
 
-    def available(self, edge: Edge, exchange_id: ExchangeId) -> bool:
+    def usable(self, edge: Edge, exchange_id: ExchangeId) -> bool:
         round_, bucket = exchange_id.round, exchange_id.bucket
         if round_ > self._last:
             return False
@@ -204,7 +208,10 @@ class WireNeighbours(Neighbours, Policy):
         self._run(lambda: settlement.abandon(pair, late=is_late))
 
     def _end_of_doubt(self, pair: Pair) -> float:
-        return pair.voted + SILENT * self._dead_after if pair.voted else math.inf
+        if not pair.voted:
+            return math.inf
+        # Where nobody listens any more nobody will vote.
+        return pair.voted + (0.0 if self._wire.has_ended(pair.receiving.peer) else SILENT * self._dead_after)
 
     def end_without(self, explain: PeerExplain, peer: int) -> None:
         return

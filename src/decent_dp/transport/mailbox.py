@@ -11,8 +11,10 @@ from decent_dp.transport.link import Key
 
 __all__ = ["Mailbox"]
 
-# Hints of a bucket that are kept for each peer, which may be ahead, and the bytes of all.
-_HINTS, _HINT_BYTES = 4, 2**26
+# Hints of a bucket that are kept for each peer, which may be ahead.
+_HINTS = 4
+# Bytes of all hints of a peer.
+_HINT_BYTES = 2**26
 
 
 class Mailbox:

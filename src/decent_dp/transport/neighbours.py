@@ -9,20 +9,25 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 
 from decent_dp.topo import Edge
-from decent_dp.transport.base import ExchangeId
+from decent_dp.transport.votes import ExchangeId
 
-__all__ = ["Neighbours"]
+__all__ = ["Neighbours", "PeerTable"]
 
 
-class Neighbours(ABC):
-    """The workers that this one is connected to. Returned by ``Transport.tolerate``; no call waits for another worker.
+class PeerTable:
+    """What an engine asks of the other workers; no call waits for one. Without ``faults=`` each is needed: none is left out."""
 
-    Without more, the others can neither be late nor come back: threads of one process only end.
-    """
-
-    @abstractmethod
-    def available(self, edge: Edge, exchange_id: ExchangeId) -> bool:
+    def usable(self, edge: Edge, exchange_id: ExchangeId) -> bool:
         """Whether this exchange can be started: the other worker gives signs of life, and has not left it out."""
+        return True
+
+    def round_of(self, rank: int) -> int:
+        """The latest round in which a worker is known to be; -1 if nothing is known."""
+        return -1
+
+    def living(self) -> list[int]:
+        """The workers that are connected and give signs of life."""
+        return []
 
     def has_dropped(self, others: Sequence[int], exchange_id: ExchangeId) -> bool:
         """Whether one of these workers leaves this exchange out."""
@@ -32,6 +37,13 @@ class Neighbours(ABC):
         """Tells the other worker that this one leaves an exchange out, and all earlier ones of its bucket that are open."""
         return
 
+
+class Neighbours(PeerTable, ABC):
+    """The workers that this one is connected to, where faults are tolerated. Returned by ``Transport.tolerate``.
+
+    Without more, the others can neither be late nor come back: threads of one process only end.
+    """
+
     @abstractmethod
     def fail(self, error: Exception) -> None:
         """Something has failed in a thread of this worker, and nobody expects it: the worker can go on no more. For the others
@@ -40,18 +52,6 @@ class Neighbours(ABC):
     @abstractmethod
     def refuse_failed(self) -> None:
         """Raises RuntimeError, from the first error, after ``fail`` or an error in the transport's own thread."""
-
-    @abstractmethod
-    def announce(self, round_: int) -> None:
-        """This worker is in a round; the others learn of it."""
-
-    def round_of(self, rank: int) -> int:
-        """The latest round in which a worker is known to be; -1 if nothing is known."""
-        return -1
-
-    @abstractmethod
-    def living(self) -> list[int]:
-        """The workers that are connected and give signs of life."""
 
     @property
     def is_awake(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -90,6 +90,9 @@ class _AloneControl(Control):
 
     def gather(self, message: Any) -> list[Any]:
         return [json.loads(json.dumps(message))]
+
+    def gather_tensors(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        return [[tensor.detach().to("cpu", copy=True) for tensor in tensors]]
 
     def mean(self, tensor: Tensor) -> Handle:
         return DeferredHandle(lambda: None)

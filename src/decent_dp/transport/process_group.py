@@ -19,7 +19,7 @@ from decent_dp.errors import PeerLostError
 from decent_dp.faults import Tolerate, default_dead_after, most_workers
 from decent_dp.topo import Edge
 from decent_dp.transport.addresses import find, listen
-from decent_dp.transport.base import Control, ExchangeId, ExchangeRequest, Handle, Transport
+from decent_dp.transport.base import Control, ExchangeRequest, Handle, Transport
 from decent_dp.transport.closed_group import close_default_group
 from decent_dp.transport.collectives import Collectives, needs_all
 from decent_dp.transport.exchange import WireExchanges
@@ -32,13 +32,16 @@ from decent_dp.transport.peer_errors import Notes, peer_error
 from decent_dp.transport.peers import Peers
 from decent_dp.transport.rendezvous import Communicator, Rendezvous, timeout_of
 from decent_dp.transport.sockets import Socket, Sockets
+from decent_dp.transport.votes import ExchangeId
 from decent_dp.transport.waiter import Waiter
 from decent_dp.transport.wire import Wire
 
 __all__ = ["ProcessGroupTransport", "check_encrypt", "check_transport", "connect", "group_of_replicas", "open_transport"]
 
-# Threads of ZeroMQ, each of which serves some connections: the environment variable, and how many there can be.
-_IO_THREADS, _MOST_IO_THREADS = "DECENT_DP_IO_THREADS", 16
+# The environment variable for the number of ZeroMQ's threads, each of which serves some connections.
+_IO_THREADS = "DECENT_DP_IO_THREADS"
+# How many there can be.
+_MOST_IO_THREADS = 16
 # The channels of collectives: before ``tolerate``, after it, and of a part of the workers.
 _START = 0
 _CALLS = 1

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from decent_dp.transport.channels import Link
-from decent_dp.transport.link import Key, LinkState, Pair
+from decent_dp.transport.link import Key, LinkState, Pair, Receiving, Sending
 from decent_dp.transport.messages import ASK, DROP, GOT
 from decent_dp.transport.votes import Vote
 
-if TYPE_CHECKING:
-    from decent_dp.transport.flow import Flow
-
 __all__ = ["Settlement"]
+
+
+class Messages(Protocol):
+    """The part of a ``Flow`` that moves what is settled here."""
+
+    def link(self, peer: int) -> Link: ...
+
+    def add_receiving(self, receiving: Receiving) -> None: ...
+
+    def add_sending(self, sending: Sending) -> None: ...
+
+    def cancel(self, link: Link, receiving: Receiving, sending: Sending) -> None: ...
+
+    def recall(self, link: Link, sending: Sending) -> None: ...
+
+    def say(self, link: Link, word: int, key: Key) -> None: ...
+
+    def beat(self, link: Link, *, ask: bool = False) -> None: ...
 
 
 class Settlement:
@@ -23,7 +38,7 @@ class Settlement:
         one_sided: exchanges that were dropped here while they were in doubt: the peer may have mixed them.
     """
 
-    def __init__(self, flow: Flow) -> None:
+    def __init__(self, flow: Messages) -> None:
         self._flow = flow
         self.one_sided = 0
 
@@ -53,6 +68,9 @@ class Settlement:
 
     def hear(self, link: Link, vote: Vote) -> None:
         link.votes.hear(vote)
+        pair = link.pairs.get(vote.bucket)
+        if pair is not None and pair.round == vote.round and not (vote.got or link.votes.in_doubt(vote.bucket)):
+            self._drop(link, vote.round, vote.bucket)  # also if the peer has said GOT before, and waits no longer
         self._end_if_settled(link, vote.bucket)
 
     def answer(self, link: Link, round_: int, bucket: int) -> None:

@@ -33,8 +33,10 @@ ZmqSocket: TypeAlias = Any
 
 # Seconds that libzmq may take to hand a few small messages to the kernel.
 _FLUSHED = 0.2
-# Seconds that it may take to see that a connection was shut down (usually less than a millisecond), and between two looks.
-_ENDED, _LOOK = 2.0, 0.0005
+# Seconds that it may take to see that a connection was shut down (usually less than a millisecond).
+_ENDED = 2.0
+# Seconds between two looks whether it has.
+_LOOK = 0.0005
 # Milliseconds, for days: a socket is closed once its connection has ended. At -1, or with IMMEDIATE, libzmq would at once drop
 # what has come over it and was not read yet.
 _NEVER = 2**29

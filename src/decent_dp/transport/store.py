@@ -39,8 +39,10 @@ _log = logging.getLogger(__name__)
 
 # The beginning of all keys of this library in a store.
 ROOT = "decent_dp"
-# Seconds for a connection of a client, and for an answer of a store that may hang.
-_SECONDS, _LIMIT = 2.0, 5.0
+# Seconds for a connection of a client.
+_SECONDS = 2.0
+# Seconds for an answer of a store that may hang.
+_LIMIT = 5.0
 # Digits of a counter: the server's own numbers have 64 bits.
 _DIGITS = 18
 # Calls that may hang, each with a connection of its own, before no other is made: the server is stopped, perhaps.

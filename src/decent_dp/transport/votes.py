@@ -15,12 +15,29 @@ The class has no sockets and no clock. ``tests/test_settlement.py`` runs two end
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from decent_dp.transport.base import Verdict
+__all__ = ["ExchangeId", "Verdict", "Vote", "Votes"]
 
-__all__ = ["Vote", "Votes"]
+
+@dataclass(frozen=True)
+class ExchangeId:
+    """Identifies an exchange; both ends check it."""
+
+    round: int
+    bucket: int
+
+    def __str__(self) -> str:
+        return f"round {self.round}, bucket {self.bucket}"
+
+
+class Verdict(enum.Enum):
+    """What becomes of an exchange."""
+
+    BOTH = "all members mix it"
+    NEITHER = "no member mixes it: one is gone or silent, or leaves it out"
 
 
 @dataclass(frozen=True)

@@ -165,8 +165,9 @@ class Wire:
     def why_lost(self, peer: int) -> BaseException:
         """Why a worker takes no part in an exchange."""
         link = self.flow.link(peer)
-        # Where they are connected it has waited for too long itself.
-        return TimeoutError() if link.state in (LinkState.NEW, LinkState.OPEN) and link.cause is None else link.why_lost
+        if link.state in (LinkState.NEW, LinkState.OPEN):  # where they are connected it has waited for too long itself
+            return link.cause or link.lost or TimeoutError()
+        return link.why_lost
 
     def _goes_first(self, peer: int) -> bool:
         """Whether this worker dials another one at once, and not only if that one has not."""

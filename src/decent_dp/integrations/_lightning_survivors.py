@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,15 +14,16 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from decent_dp import Gossip
-from decent_dp.integrations._living import Living, tolerates
+from decent_dp.integrations._lightning_common import Strategy
+from decent_dp.integrations._survivors import SurvivorCollectives
 from decent_dp.transport import Control
 
-__all__ = ["LivingCollectives"]
+__all__ = ["LightningOverSurvivors"]
 
 T = TypeVar("T")
 
 
-class LivingCollectives:
+class LightningOverSurvivors(Strategy):  # type: ignore[misc]
     """The part of both strategies that Lightning makes its collectives with. It comes before a DDPStrategy.
 
     Without ``faults`` they are those of the process group. With it they are those of the living workers while there is a
@@ -32,89 +33,81 @@ class LivingCollectives:
     # Of the replica that was last in training, if it tolerates deaths.
     _last_control: Control | None = None
     # The collectives of a replica, by which they are numbered.
-    _of_replica: tuple[Gossip, Living] | None = None
+    _of_replica: tuple[Gossip, SurvivorCollectives] | None = None
 
     def current_replica(self) -> Gossip | None:
         """The replica over whose connections the workers speak; None if none is in training."""
         raise NotImplementedError
 
-    def living(self) -> Living | None:
+    def survivors(self) -> SurvivorCollectives | None:
         """The workers of a collective; None for those of the process group."""
-        strategy: Any = self
         replica = self.current_replica()
         if replica is not None:
-            self._last_control = replica.everyone.control if tolerates(replica) else None
+            self._last_control = replica.everyone.control if replica.tolerates_faults else None
         control = self._last_control
-        if control is None or (replica is None and len(control.ranks) == strategy.world_size):
+        if control is None or (replica is None and len(control.ranks) == self.world_size):
             return None
         if replica is None:
-            return Living(strategy.global_rank, None, control.ranks)
+            return self.alone(control.ranks)
         if self._of_replica is None or self._of_replica[0] is not replica:
-            self._of_replica = replica, Living(strategy.global_rank, replica)
+            self._of_replica = replica, SurvivorCollectives(self.global_rank, replica, regrouped=self._take_over)
         return self._of_replica[1]
+
+    def alone(self, ranks: Sequence[int]) -> SurvivorCollectives:
+        """The collectives of this worker only; ``ranks``: of those that live."""
+        return SurvivorCollectives(self.global_rank, None, ranks, regrouped=self._take_over)
 
     @property
     def has_lost_workers(self) -> bool:
         """Whether a worker is gone, so that the process group cannot be used any more."""
-        strategy: Any = self
-        living = self.living()
-        return living is not None and len(living.ranks) < strategy.world_size
+        survivors = self.survivors()
+        return survivors is not None and len(survivors.ranks) < self.world_size
 
     @property
     def is_global_zero(self) -> bool:
         """Whether this worker writes files and logs: the first one that lives."""
-        strategy: Any = self
-        living = self.living()
-        return bool(strategy.global_rank == (0 if living is None else living.ranks[0]))
+        survivors = self.survivors()
+        return bool(self.global_rank == (0 if survivors is None else survivors.ranks[0]))
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """This worker's share of the data; among the living workers when a data loader is made anew."""
-        base: Any = super()
-        living = self.living()
-        if living is None:
-            kwargs: dict[str, Any] = base.distributed_sampler_kwargs
+        survivors = self.survivors()
+        if survivors is None:
+            kwargs: dict[str, Any] = super().distributed_sampler_kwargs
             return kwargs
-        rank, number = living.position
+        rank, number = survivors.position
         return {"num_replicas": number, "rank": rank}
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        living = self.living()
-        if living is None:
-            base: Any = super()
-            base.barrier(*args, **kwargs)
+        survivors = self.survivors()
+        if survivors is None:
+            super().barrier(*args, **kwargs)
         else:
-            living.barrier()
-            self._take_over()
+            survivors.barrier()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        living = self.living()
-        base: Any = super()
-        found: T = base.broadcast(obj, src) if living is None else living.broadcast(obj, src)
-        self._take_over()
+        survivors = self.survivors()
+        found: T = super().broadcast(obj, src) if survivors is None else survivors.broadcast(obj, src)
         return found
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        living = self._living_of(group)
-        if living is None or not isinstance(tensor, Tensor):
-            base: Any = super()
-            return base.reduce(tensor, group, reduce_op)
-        living.reduce_(tensor, "sum" if reduce_op is None else reduce_op)
-        self._take_over()
+        survivors = self._survivors_of(group)
+        if survivors is None or not isinstance(tensor, Tensor):
+            return super().reduce(tensor, group, reduce_op)
+        survivors.reduce_(tensor, "sum" if reduce_op is None else reduce_op)
         return tensor
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if self._living_of(group) is None or not isinstance(tensor, Tensor):
-            base: Any = super()
-            return base.all_reduce(tensor, group, reduce_op)
+        if self._survivors_of(group) is None or not isinstance(tensor, Tensor):
+            return super().all_reduce(tensor, group, reduce_op)
         return self.reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Shape (living workers, ...). Raises ValueError for ``sync_grads``, with faults."""
-        living = self._living_of(group)
-        if living is None:
-            base: Any = super()
-            found: Tensor = base.all_gather(tensor, group, sync_grads)
+        survivors = self._survivors_of(group)
+        if survivors is None:
+            found: Tensor = super().all_gather(tensor, group, sync_grads)
             return found
         if sync_grads:
             raise ValueError(
@@ -123,26 +116,22 @@ class LivingCollectives:
         return torch.stack(self.gather_tensors(tensor))
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        living = self.living()
-        if living is None:
-            base: Any = super()
-            return bool(base.reduce_boolean_decision(decision, all))
-        decisions = [bool(one) for one in living.gather(bool(decision))]
-        self._take_over()
+        survivors = self.survivors()
+        if survivors is None:
+            return bool(super().reduce_boolean_decision(decision, all))
+        decisions = survivors.gather(bool(decision))
         return False not in decisions if all else True in decisions
 
     def gather_tensors(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
         """The tensors of all workers, for torchmetrics."""
-        living = self._living_of(group)
-        if living is None:
+        survivors = self._survivors_of(group)
+        if survivors is None:
             found: list[Tensor] = gather_all_tensors(tensor, group)
             return found
-        found = [value.to(tensor.device) for value in living.gather(tensor.detach())]
-        self._take_over()
-        return found
+        return [own.to(tensor.device) for (own,) in survivors.gather_tensors([tensor])]
 
     @contextlib.contextmanager
-    def living_metrics(self, module: nn.Module) -> Iterator[None]:
+    def survivor_metrics(self, module: nn.Module) -> Iterator[None]:
         """Inside, the metrics of torchmetrics in ``module`` gather among the living workers."""
 
         def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
@@ -157,11 +146,11 @@ class LivingCollectives:
             for metric in changed:
                 metric.dist_sync_fn = None
 
-    def _living_of(self, group: Any) -> Living | None:
+    def _survivors_of(self, group: Any) -> SurvivorCollectives | None:
         """Of a collective of this group. A smaller one is the user's own, and a worker on its own makes none."""
-        living = self.living()
+        survivors = self.survivors()
         of_all = group is None or group is dist.group.WORLD
-        return living if of_all or (living is not None and living.is_alone) else None
+        return survivors if of_all or (survivors is not None and survivors.is_alone) else None
 
     def _take_over(self) -> None:
         """The first living worker logs, if worker 0 is gone."""

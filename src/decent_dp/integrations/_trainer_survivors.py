@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, concatenate, recursively_apply
+from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import Trainer
 
 from decent_dp import Gossip
-from decent_dp.integrations._living import Living
+from decent_dp.integrations._survivors import SurvivorCollectives
 
-__all__ = ["LivingTrainer"]
+__all__ = ["TrainerOverSurvivors"]
 
 
-class LivingTrainer:
-    """Makes a Trainer and its accelerator use ``living`` in place of the process group.
+class TrainerOverSurvivors:
+    """Makes a Trainer and its accelerator use the collectives of the living workers in place of the process group.
 
     Both are told that they are not distributed, so that they make no collectives of their own, and which position and number
     of workers they have. What they would have gathered is gathered here.
@@ -34,7 +36,7 @@ class LivingTrainer:
 
     def __init__(self, trainer: Trainer, replica: Gossip) -> None:
         self._trainer, self._replica = trainer, replica
-        self._living = living = Living(replica.everyone.rank, replica)
+        self._survivors = SurvivorCollectives(replica.everyone.rank, replica, regrouped=self._regroup)
         # Rounds left out so far, and of them those since the last log, and those whose batches are still to be left out.
         self._left_out = replica.cadence.left_out(replica.engine.round)
         self._unlogged = self._to_skip = 0
@@ -45,7 +47,7 @@ class LivingTrainer:
         self._before = first.distributed_type, first.process_index, first.num_processes
         self._replaced: list[tuple[Any, str]] = []
         self._seen: tuple[int, ...] = ()
-        self._set(DistributedType.NO, *living.position)
+        self._set(DistributedType.NO, *self._survivors.position)
         accelerator = trainer.accelerator
         self._replace(accelerator, "gather", self._gather)
         self._replace(accelerator, "gather_for_metrics", self._around_metrics(accelerator.gather_for_metrics))
@@ -81,12 +83,11 @@ class LivingTrainer:
     @property
     def first(self) -> int:
         """The rank of the worker that has the duties of the main process."""
-        return self._living.ranks[0]
+        return self._survivors.ranks[0]
 
     def barrier(self) -> None:
         """Waits for the living workers, and takes note of who they are."""
-        self._living.barrier()
-        self._regroup()
+        self._survivors.barrier()
 
     def leave(self, rank: int) -> bool:
         """After the training: everything is as before, unless a worker is gone. Then each one is on its own.
@@ -95,8 +96,8 @@ class LivingTrainer:
             Whether all workers are there.
         """
         self._regroup()
-        if len(self._living.ranks) < self._before[2]:
-            self._living = Living(rank, None, self._living.ranks)
+        if len(self._survivors.ranks) < self._before[2]:
+            self._survivors = SurvivorCollectives(rank, None, self._survivors.ranks)
             self._set(DistributedType.NO, self._states[0].process_index, 1)
             return False
         for holder, name in self._replaced:
@@ -115,40 +116,40 @@ class LivingTrainer:
 
     def _regroup(self) -> None:
         """The position among the living workers; the first one takes the duties of the main process over."""
-        if self._living.is_alone or self._living.ranks == self._seen:
+        if self._survivors.ranks == self._seen:
             return
-        self._seen = self._living.ranks
-        self._set(DistributedType.NO, *self._living.position)
+        self._seen = self._survivors.ranks
+        self._set(DistributedType.NO, *self._survivors.position)
         state = self._trainer.state
         state.is_world_process_zero = self._trainer.is_world_process_zero()
         state.is_local_process_zero |= state.is_world_process_zero
 
-    def _gathered(self, value: Any, what: str) -> list[Any]:
-        found = self._living.gather(value, what)
-        self._regroup()
-        return found
-
     # -- methods of the accelerator -----------------------------------------------------------------------------------
 
     def _gather(self, tensor: Any) -> Any:
-        values = recursively_apply(lambda t: t[None] if t.ndim == 0 else t, tensor, error_on_other_type=True)
+        found = self._survivors.gather_tensors([part[None] if part.ndim == 0 else part for part in _tensors_in(tensor)])
         device = self._trainer.accelerator.device
-        return recursively_apply(lambda t: t.to(device), concatenate(self._gathered(values, "gather")))
+        whole = (torch.cat(parts).to(device) for parts in zip(*found, strict=True))
+        return recursively_apply(lambda _: next(whole), tensor)
 
     def _around_metrics(self, gather_for_metrics: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(gather_for_metrics)
         def wrapped(input_data: Any, use_gather_object: bool = False) -> Any:
             if use_gather_object or not _has_only_tensors(input_data):
-                input_data = [entry for own in self._gathered(input_data, "gather_for_metrics") for entry in own]
+                input_data = [entry for own in self._survivors.gather_objects(input_data) for entry in own]
             return gather_for_metrics(input_data, use_gather_object)
 
         return wrapped
 
     def _pad(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        sizes = [part.shape[dim] if -part.ndim <= dim < part.ndim else -1 for part in _tensors_in(tensor)]
+        longest = map(max, zip(*self._survivors.gather(sizes, "pad"), strict=True))
+
         def pad(part: Tensor) -> Tensor:
-            if not -part.ndim <= dim < part.ndim:
+            size = next(longest)
+            if size < 0:
                 return part
-            lacks = max(self._gathered(part.shape[dim], "pad")) - part.shape[dim]
+            lacks = size - part.shape[dim]
             widths = [0] * (2 * part.ndim)
             widths[2 * (part.ndim - 1 - dim % part.ndim) + (not pad_first)] = lacks
             return nn.functional.pad(part, widths, value=pad_index)
@@ -157,12 +158,10 @@ class LivingTrainer:
 
     def _reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         def reduce(part: Tensor) -> Tensor:
-            reduced = part if reduction == "none" else self._living.reduce_(part.detach().clone(), reduction)
+            reduced = part if reduction == "none" else self._survivors.reduce_(part.detach().clone(), reduction)
             return reduced * scale
 
-        found = recursively_apply(reduce, tensor, error_on_other_type=True)
-        self._regroup()
-        return found
+        return recursively_apply(reduce, tensor, error_on_other_type=True)
 
     # -- methods of the Trainer ---------------------------------------------------------------------------------------
 
@@ -184,7 +183,7 @@ class LivingTrainer:
     def _around_flos(self, store_flos: Callable[[], None]) -> Callable[[], None]:
         @functools.wraps(store_flos)
         def wrapped() -> None:
-            self._trainer.current_flos = sum(self._gathered(self._trainer.current_flos, "store_flos"))
+            self._trainer.current_flos = sum(self._survivors.gather(self._trainer.current_flos, "store_flos"))
             store_flos()
 
         return wrapped
@@ -200,8 +199,8 @@ class LivingTrainer:
             steps = trainer.state.global_step - trainer._globalstep_last_logged
             if control.should_log and steps > 0:
                 # The Trainer divides by the steps, which include those that this worker has not made.
-                self._living.reduce_(tr_loss.div_(max(1, steps - self._unlogged)), "mean")
-                tr_loss.mul_(steps)
+                own = float(tr_loss) / max(1, steps - self._unlogged)
+                tr_loss.fill_(steps * statistics.fmean(self._survivors.gather(own, "log")))
                 self._unlogged = 0
             if control.should_log or control.should_evaluate or control.should_save:
                 self.barrier()  # the shares of the data, and the worker that writes, are those of the present workers
@@ -210,9 +209,21 @@ class LivingTrainer:
         return wrapped
 
 
+def _tensors_in(data: Any) -> list[Tensor]:
+    """Those of nested lists, tuples and dicts. Raises TypeError if there is something else."""
+    found: list[Tensor] = []
+
+    def find(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    recursively_apply(find, data, error_on_other_type=True)
+    return found
+
+
 def _has_only_tensors(data: Any) -> bool:
     try:
-        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+        _tensors_in(data)
     except TypeError:
         return False
     return True
