@@ -171,6 +171,24 @@ BREAKAGES = [
         "return 100",
     ),
     Breakage(
+        "a checkpoint counts as complete without the file of another worker than the first",
+        "checkpoint/saver.py",
+        "        if kind:\n",
+        "        if kind and rank == min(reports):\n",
+    ),
+    Breakage(
+        "workers stop after the smallest vote",
+        "checkpoint/preempt.py",
+        "        return max(map(int, votes.result().values()))",
+        "        return min(map(int, votes.result().values()))",
+    ),
+    Breakage(
+        "a worker that leaves takes its vote with it",
+        "transport/agreement.py",
+        "agreement.forget_from(peer, has_left=peer in self._departed)",
+        "agreement.forget_from(peer)",
+    ),
+    Breakage(
         "the result of an agreement counts whoever has decided",
         "transport/agreement.py",
         "if stands_by != agreement.stands_by and agreement.stands_by not in (-1, self._rank):",

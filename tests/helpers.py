@@ -118,6 +118,18 @@ class SilentStore:
         return getattr(self._store, name)
 
 
+def silent_store(store: Any) -> Any:
+    """A store that does not answer."""
+    silent = SilentStore(store)
+    silent.answers.clear()
+    return silent
+
+
+def broken_store(store: Any) -> Any:
+    """A store that is gone."""
+    return BrokenStore()
+
+
 class BrokenStore:
     """A store whose server is gone."""
 

@@ -23,12 +23,12 @@ def tree_of(round_: int, rank: int, size: int = 50) -> dict[str, Any]:
 
 def write(step: Path, round_: int, n: int = N) -> None:
     for rank in range(n):
-        text, tensors = encode(tree_of(round_, rank), "")
+        text, tensors = encode(tree_of(round_, rank))
         write_shard(step, Record(step.name, rank, n, round_, ["w"]), tensors, text)
 
 
 def write_tree(step: Path, rank: int, n: int, tree: Any) -> Path:
-    text, tensors = encode(tree, "")
+    text, tensors = encode(tree)
     return write_shard(step, Record(step.name, rank, n, 7, []), tensors, text)
 
 
@@ -36,7 +36,7 @@ def craft(step: Path, rank: int, change: Callable[[dict[str, Any]], Any]) -> Non
     """Puts another tree into a shard, with checksums that fit."""
     with Shard(step / shard_name(rank), rank) as shard:
         tree, record = shard.tree(), shard.record
-    text, tensors = encode(change(tree), "")
+    text, tensors = encode(change(tree))
     write_shard(step, record, {key: tensor.contiguous() for key, tensor in tensors.items()}, text)
 
 

@@ -99,6 +99,21 @@ class Network:
     def kill(self, rank: int) -> None:
         self.dead.setdefault(rank, self.now)
 
+    def leave(self, rank: int) -> None:
+        """It has said all, and then that it leaves."""
+        if rank in self.dead:
+            return
+        self.machines[rank].leave()
+
+        def goes() -> None:
+            for peer in range(self.n):
+                edge = frozenset((rank, peer))
+                if edge in self.links and not (edge in self.cut or edge in self.down or {rank, peer} & self.dead.keys()):
+                    self.machines[peer].departed(rank)
+            self.kill(rank)
+
+        self.at(0.051, goes)
+
     def break_link(self, a: int, b: int) -> None:
         self.cut.setdefault(frozenset((a, b)), self.now)
 
@@ -155,6 +170,22 @@ def test_one_that_died_is_not_waited_for_and_one_that_is_late_is():
     assert net.results[1] == {}
     net.run(22.0)
     assert [net.results[rank]["call/1"] for rank in (1, 2, 3)] == [{1: "1", 2: "2", 3: "3"}] * 3
+
+
+@pytest.mark.parametrize(("leaver", "victim"), [(0, None), (2, None), (1, 0), (2, 0)])
+@pytest.mark.parametrize("links", [all_pairs(4), ring(4)], ids=["all pairs", "ring"])
+def test_what_a_worker_has_said_that_leaves_counts(links, leaver, victim):
+    """Also if the one that was to decide leaves, or dies later."""
+    net = Network(4, links)
+    net.propose(leaver, "vote/1", "left")
+    net.at(0.5, lambda: net.leave(leaver))
+    if victim is not None:
+        net.at(1.0, lambda: net.kill(victim))
+    others = [rank for rank in range(4) if rank not in (leaver, victim)]
+    net.at(8.0, lambda: [net.propose(rank, "vote/1", "x") for rank in others])
+    net.run(20.0)
+    for rank in others:
+        assert net.results[rank]["vote/1"] == dict(sorted({leaver: "left", **dict.fromkeys(others, "x")}.items()))
 
 
 def test_one_that_is_late_costs_few_messages():
@@ -333,7 +364,8 @@ def schedule(seed: int) -> None:
             net.at(at, lambda rank=rank, name=name: net.propose(rank, name, f"{rank} in {name}"))
     for _ in range(rng.randint(0, n)):
         victim = rng.randrange(n)
-        net.at(rng.uniform(0.0, 3.0), lambda victim=victim: net.kill(victim))
+        end = net.kill if rng.random() < 0.7 else net.leave
+        net.at(rng.uniform(0.0, 3.0), lambda victim=victim, end=end: end(victim))
     if n > 2:
         for _ in range(rng.randint(0, 2)):
             a, b = rng.sample(range(n), 2)

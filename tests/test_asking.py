@@ -66,7 +66,7 @@ class Asked:
 
     @staticmethod
     def copy_of(value: int) -> StateCopy:
-        return StateCopy(*encode({"w": torch.full((100,), float(value))}, ""))
+        return StateCopy(*encode({"w": torch.full((100,), float(value))}))
 
     def ask(self, rank: int, incarnation: int, raw: bytes) -> Future[bytes]:
         future: Future[bytes] = Future()

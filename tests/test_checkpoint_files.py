@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from decent_dp.checkpoint import files, folder
-from decent_dp.checkpoint.files import FORMAT, VERSION, Record, Shard, replace_text, shard_name, write_shard
+from decent_dp.checkpoint.files import FORMAT, VERSION, Record, Shard, replace_file, shard_name, write_shard
 from decent_dp.errors import CheckpointError
 from decent_dp.replica.staging import Staging
 from decent_dp.serialization import encode
@@ -35,7 +35,7 @@ ANY = Record("any", 0, 1, 3, [])
 
 def test_a_shard_comes_back_as_written(tmp_path):
     tree = {"a": torch.randn(3, 4).T, "b": [torch.tensor(1.5), {"c": "text"}], "d": torch.zeros(0, 2, dtype=torch.bfloat16)}
-    text, tensors = encode(tree, "")
+    text, tensors = encode(tree)
     record = Record("step", 3, 4, 7, [["parameter", "a"]], [[0, 1], [2, 3]])
     file = write_shard(tmp_path, record, Staging().copy(tensors).tensors, text)
     assert names_in(tmp_path) == {"worker-0003.safetensors"}
@@ -55,7 +55,7 @@ def test_a_shard_comes_back_as_written(tmp_path):
 
 def test_anything_may_be_as_long_as_it_is(tmp_path):
     tree = {"list": list(range(300_000)), **{f"t{i}": torch.tensor(i) for i in range(3000)}}
-    with Shard(write_shard(tmp_path, ANY, *reversed(encode(tree, ""))), 0) as shard:
+    with Shard(write_shard(tmp_path, ANY, *reversed(encode(tree))), 0) as shard:
         assert shard.tree() == tree
 
 
@@ -140,7 +140,7 @@ def _with_little_room(path: Path) -> list[str]:
     for write_it in (
         lambda: write_shard(folder.make_folder(path / "step"), ANY, {"w": torch.ones(100_000)}, "{}"),
         lambda: write_shard(path / "step", Record("any", 1, 2, 3, []), {"w": torch.ones(10)}, "{}"),
-        lambda: replace_text(path / "latest", "x" * 200_000),
+        lambda: replace_file(path / "latest", lambda file: file.write_text("x" * 200_000)),
     ):
         try:
             write_it()

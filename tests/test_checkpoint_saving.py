@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from decent_dp import gossip
-from decent_dp.checkpoint import agreement, latest, load, save, saver
+from decent_dp.checkpoint import latest, load, save, saver
 from decent_dp.checkpoint.files import Shard
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerTimeoutError
 from decent_dp.replica.consistency import model_signature
 from decent_dp.transport import InProcessTransport, LocalHub, run_replicas
 from tests.checkpoint_cases import error_of
-from tests.helpers import SGD, SilentStore, alone, loss, net, values
+from tests.helpers import SGD, alone, broken_store, loss, net, silent_store, values
 
 
 def slow_writing(monkeypatch: pytest.MonkeyPatch, seconds: float, rank: int = 0) -> None:
@@ -200,49 +200,21 @@ def test_an_exit_after_an_error_waits_briefly(monkeypatch, error, interactive, h
     assert asked == [hurry]
 
 
-@pytest.mark.slow  # ten seconds of waiting; test_store.py has a stopped store in the fast tests
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_store_that_hangs_is_not_waited_for_without_end(tmp_path, monkeypatch, shared):
-    """On a shared disk each worker sees the shards of all; else it is not known whether the checkpoint is complete."""
-    monkeypatch.setattr(saver, "_MARGIN", 0.3)
-
+@pytest.mark.parametrize("in_place", [silent_store, broken_store])
+def test_saves_need_no_store(tmp_path, in_place):
     def work(transport: InProcessTransport) -> Any:
-        store: Any = SilentStore(transport.store)
-        transport.store = store
         model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
-        own = tmp_path / ("shared" if shared else str(transport.rank))
-        # A slow disk is no reason.
-        assert save(model, own, {"at": 0}).error is None
         transport.control.gather(None)
-        transport.timeout = 3.0  # of a save; not of the hub
-        store.answers.clear()
+        store, transport.store = transport.store, in_place(transport.store)
         began = time.monotonic()
-        first = save(model, own, {"at": 1}, wait=False)
-        assert first.wait(0.1) is None
-        found = [error_of(first.wait)]
-        transport.control.gather(None)
-        found.append(error_of(lambda: save(model, own, {"at": 2})))
+        found = [save(model, tmp_path / str(transport.rank), {"at": at}).error for at in range(2)]
         took = time.monotonic() - began
-        store.answers.set()
-        hanging = saver.saver_of(model.replica)._store_calls._hanging
-        assert hanging is not None
-        hanging.exception(20)  # it has ended
         transport.control.gather(None)
-        transport.timeout = 20.0
-        assert save(model, own, {"at": 3}).error is None
+        transport.store = store
         model.close()
-        return found, took, first.path.name
+        return found, took < 45
 
-    with monkeypatch.context() as patch:
-        slow_writing(patch, 0.9)
-        real: Callable[..., Any] = saver.folder.prune
-        patch.setattr(saver.folder, "prune", lambda *args: (time.sleep(0.9), real(*args))[1])
-        for found, took, name in run_replicas(2, work):
-            assert took < 45
-            for kind, text in found:
-                assert kind == ("" if shared else "PeerLostError")
-                assert shared or "the store does not answer, and does not fail. Where no launcher keeps the store" in text
-            assert shared or name in found[0][1]
+    assert run_replicas(2, work) == [([None, None], True)] * 2
 
 
 def test_no_more_than_two_saves_are_in_flight(tmp_path):
@@ -288,24 +260,6 @@ def test_a_third_save_raises_what_the_first_one_did_not_get(tmp_path):
     assert kind == "PeerTimeoutError"
     assert "worker 1 did not write a shard" in text
     assert 3.8 < took < 45
-
-
-def test_a_save_that_is_complete_needs_the_store_no_more(tmp_path, monkeypatch):
-    """Worker 0, which may keep the store, exits as soon as its own last save is complete."""
-
-    def gone(_: Any) -> None:
-        raise ConnectionError("the store does not answer")
-
-    monkeypatch.setattr(agreement.StoreGather, "clear", gone)
-    monkeypatch.setattr(saver, "_WITHOUT_STORE", 0.1)
-
-    def work(transport: InProcessTransport) -> Any:
-        model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
-        found = [save(model, tmp_path / str(transport.rank), {"at": at}).error for at in range(2)]
-        model.close()
-        return found
-
-    assert run_replicas(2, work) == [[None, None]] * 2
 
 
 def test_an_interrupt_while_a_save_waits_is_reported(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ from decent_dp.serialization import RESERVED, Stored, decode, encode, parse
 
 
 def there_and_back(tree: Any) -> Any:
-    text, tensors = encode(tree, "extra")
+    text, tensors = encode(tree)
     assert text.isascii()
     kept = Staging().copy(tensors).tensors
     for key, tensor in tensors.items():
@@ -204,18 +204,18 @@ def test_tensors_are_not_copied():
         "parameter": nn.Parameter(torch.randn(3)),
         "sparse": torch.sparse_coo_tensor([[0, 2]], torch.ones(2), (3,), check_invariants=True),
     }
-    _, tensors = encode(tree, "extra")
+    _, tensors = encode(tree)
     for key in ("a", "b", "last", "turned", "wide", "parameter"):
-        assert tensors[f"extra.{key}"].data_ptr() == tree[key].data_ptr(), key
-        assert tensors[f"extra.{key}"].stride() == tree[key].stride(), key
-    assert tensors["extra.sparse.values"].data_ptr() == tree["sparse"]._values().data_ptr()
-    assert len(encode([block, block, block], "extra")[1]) == 1
+        assert tensors[key].data_ptr() == tree[key].data_ptr(), key
+        assert tensors[key].stride() == tree[key].stride(), key
+    assert tensors["sparse.values"].data_ptr() == tree["sparse"]._values().data_ptr()
+    assert len(encode([block, block, block])[1]) == 1
     assert same(there_and_back(tree), {**tree, "parameter": tree["parameter"].detach()})
 
 
 def test_tensors_alias_and_everything_else_is_copied():
     tensor, array, inner = torch.zeros(3), np.zeros(3), [1]
-    text, tensors = encode({"t": tensor, "a": array, "l": inner}, "x")
+    text, tensors = encode({"t": tensor, "a": array, "l": inner})
     tensor += 1
     array += 1
     inner.append(2)
@@ -322,13 +322,13 @@ def test_states_of_optimizers(kind):
 
 def test_keys_of_tensors_can_be_read_by_people():
     tree = {"snapshot": {"parameters": {"layer.0.weight": torch.ones(1)}}, "a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}
-    assert list(encode(tree, "")[1]) == ["snapshot.parameters.layer.0.weight", "a.b", "a.b#2"]
+    assert list(encode(tree)[1]) == ["snapshot.parameters.layer.0.weight", "a.b", "a.b#2"]
     odd = {"__metadata__": torch.ones(1), "__tree__": torch.zeros(1), "\ud800": torch.ones(1), "x" * 10_000: torch.ones(2)}
-    text, tensors = encode(odd, "")
+    text, tensors = encode(odd)
     assert not set(RESERVED) & tensors.keys()
     assert max(len(key.encode()) for key in tensors) < 300
     assert same(decode(text, tensors.__getitem__), odd)
-    assert list(encode(torch.ones(1), "")[1]) == ["value"]
+    assert list(encode(torch.ones(1))[1]) == ["value"]
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------------
@@ -381,12 +381,12 @@ class OwnTensor(Tensor):
 )
 def test_a_value_that_cannot_be_saved_is_named(value, message):
     with pytest.raises(TypeError) as caught:
-        encode({"sampler": [0, {"x": value}]}, "extra")
+        encode({"extra": {"sampler": [0, {"x": value}]}})
     assert str(caught.value).startswith("extra['sampler'][1]['x'] cannot be saved, as its type is " + message)
     with pytest.raises(TypeError, match=r"^extra cannot be saved"):
-        encode(value, "extra")
+        encode({"extra": value})
     with pytest.raises(TypeError, match=r"^extra\['sampler'\] cannot be saved"):
-        encode({"extra": {"sampler": value}}, "")
+        encode({"extra": {"sampler": value}})
 
 
 @pytest.mark.parametrize(
@@ -394,14 +394,14 @@ def test_a_value_that_cannot_be_saved_is_named(value, message):
 )
 def test_keys_that_cannot_be_saved(key):
     with pytest.raises(TypeError, match=r"^extra\['a'\] has the key (.|\n)* of type \w+: keys must be str or int"):
-        encode({"a": {key: 1}}, "extra")
+        encode({"extra": {"a": {key: 1}}})
 
 
 def test_cycles_and_depth():
     cycle: dict[str, Any] = {"a": []}
     cycle["a"].append(cycle)
     with pytest.raises(TypeError, match=r"^extra\['a'\]\[0\]\['a'\]\[0\]\['a'\] is nested .*, or contains itself"):
-        encode(cycle, "extra")
+        encode({"extra": cycle})
     shared = [1]
     assert there_and_back([shared, shared]) == [[1], [1]]  # twice is no cycle
     for wrap in (lambda inner: [inner], lambda inner: {"a": inner}, lambda inner: {1: inner}):
@@ -412,7 +412,7 @@ def test_cycles_and_depth():
         for _ in range(20_000):
             deep = wrap(deep)
         with pytest.raises(TypeError, match="nested more than 100 levels deep"):
-            encode(deep, "extra")
+            encode(deep)
         while isinstance(deep, (list, dict)):  # taken down from the outside: Python would do it by recursion
             deep = deep[0] if isinstance(deep, list) else deep.popitem()[1]
 
@@ -448,7 +448,7 @@ def test_malformed_text_is_refused(text):
 @settings(max_examples=150)
 def test_text_with_an_error_is_refused_or_read(data):
     tree = {"a": [1, 2.5, None, {"b": torch.ones(2)}], 3: (np.arange(2), b"xyz", -(2**80)), "c": math.inf}
-    text, tensors = encode(tree, "extra")
+    text, tensors = encode(tree)
     at = data.draw(st.integers(0, len(text) - 1))
     changed = text[:at] + data.draw(st.characters(max_codepoint=0x17F)) + text[at + data.draw(st.integers(0, 3)) :]
     try:
@@ -458,7 +458,7 @@ def test_text_with_an_error_is_refused_or_read(data):
 
 
 def test_parse_leaves_tensors_where_they_are():
-    text, tensors = encode({"w": torch.ones(2), "z": torch.zeros(2, dtype=torch.complex128), "n": np.arange(3), "x": [1]}, "e")
+    text, tensors = encode({"w": torch.ones(2), "z": torch.zeros(2, dtype=torch.complex128), "n": np.arange(3), "x": [1]})
     asked: list[str] = []
 
     def get(key: str) -> Tensor:
@@ -471,4 +471,4 @@ def test_parse_leaves_tensors_where_they_are():
     assert outline["x"] == [1]
     assert asked == []
     assert same(outline["z"].load(), torch.zeros(2, dtype=torch.complex128))
-    assert asked == ["e.z"]
+    assert asked == ["z"]

@@ -63,7 +63,7 @@ def retold(step: Path, body: str, **more: Tensor) -> None:
     """The user's state of worker 1 has ``x``, with this JSON, and these tensors; the checksums fit."""
     with Shard(step / shard_name(1), 1) as shard:
         tree, record = shard.tree(), shard.record
-    text, tensors = encode({**tree, "state": {**tree["state"], "x": "MARK", **more}}, "")
+    text, tensors = encode({**tree, "state": {**tree["state"], "x": "MARK", **more}})
     assert text.count('"MARK"') == 1
     contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
     write_shard(step, record, contiguous, text.replace('"MARK"', body))
@@ -112,7 +112,7 @@ def many_steps(root: Path) -> None:
 
 def long_record(step: Path) -> None:
     with Shard(step / shard_name(1), 1) as shard:
-        (text, tensors), record = encode(shard.tree(), ""), shard.record
+        (text, tensors), record = encode(shard.tree()), shard.record
     record = replace(record, model=[["parameter", "x" * 10**6, [], "", [], ""], *record.model])
     write_shard(step, record, {key: tensor.contiguous() for key, tensor in tensors.items()}, text)
 
@@ -356,7 +356,7 @@ def test_a_sparse_tensor_becomes_dense_in_the_shape_of_another_only(tmp_path):
     huge = torch.sparse_coo_tensor([[1]], [2.0], (2**40,), check_invariants=True)
     for rank, bias in enumerate([huge, torch.ones(3)]):
         snapshot = {"parameters": {"bias": bias}, "buffers": {}, "optim": {}, "grads": {}}
-        text, tensors = encode({"snapshot": snapshot, "random": None, "state": {}}, "")
+        text, tensors = encode({"snapshot": snapshot, "random": None, "state": {}})
         write_shard(root, Record(root.name, rank, 2, 7, []), tensors, text)
     with pytest.raises(CheckpointError, match="parameter 'bias' has another shape or dtype"):
         read_parameters(root)
@@ -370,10 +370,10 @@ def test_a_state_that_no_load_would_read_is_not_saved(tmp_path, monkeypatch):
     for made in (lambda n: [1.5] * n, lambda n: dict.fromkeys(map(str, range(n)), 0), lambda n: [[]] * n, lambda n: [()] * n):
         kinds = []
         for n in range(0, 500, 5):
-            kinds += [error_of(lambda made=made, n=n: decode(*encode(made(n), "state")))]  # type: ignore[arg-type, misc]
+            kinds += [error_of(lambda made=made, n=n: decode(*encode(made(n))))]  # type: ignore[arg-type, misc]
         assert sorted(set(kinds)) == [
             ("", ""),
-            ("ValueError", "state has too many values to be read again: keep numbers in tensors or arrays"),
+            ("ValueError", "the state has too many values to be read again: keep numbers in tensors or arrays"),
         ]
     tensors = dict.fromkeys(map(str, range(66_000)), torch.zeros(()))
     with pytest.raises(ValueError, match=r"at most 65536 tensors, got 66001: stack those"):
@@ -393,7 +393,7 @@ def test_large_dicts_of_integers_load():
         [k * PRIME for k in range(32)],
     ):
         tree = dict.fromkeys(keys, 0)
-        text, tensors = encode(tree, "")
+        text, tensors = encode(tree)
         assert decode(text, tensors.__getitem__) == tree
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import decent_dp
+from decent_dp.checkpoint import saver as saver_module
 from decent_dp.checkpoint.saver import Saver, _Root
 from decent_dp.errors import DisagreementError, PeerLostError
 from decent_dp.membership import joining
@@ -180,6 +181,35 @@ def joins_in_a_call(rank: int, n: int) -> Any:
 def test_a_process_gets_its_seat_while_the_members_are_in_a_call(workers):
     """It does not wait for them, and they do not wait for it: this call is made before its first round."""
     assert len(survivors(workers.outcomes(N + 1, joins_in_a_call, timeout=60))) == N
+
+
+def joins_in_a_save(rank: int, n: int, path: str) -> Any:
+    """A process takes the place of a dead worker while a file of a save is written, which takes long."""
+    group = dist.new_group(range(N))
+    if rank >= N:
+        hear_said("saving")
+        model, optimizer, replica = make(VICTIM, seed=17, transport=decent_dp.join(the_store(), rank=VICTIM))
+        train(model, optimizer, VICTIM, lambda: is_whole(replica))
+        end(replica)
+        return None
+    model, optimizer, replica = make(rank, process_group=group)
+    kill_one(model, optimizer, replica, rank)
+    train(model, optimizer, rank, lambda: replica.roster.epoch == 1)
+    written, write = threading.Event(), saver_module.write_shard
+    saver_module.write_shard = lambda *args: (rank == 3 and written.wait(60), write(*args))[1]  # type: ignore[assignment]
+    saving = decent_dp.save(replica, path, wait=False)
+    if rank == 0:
+        tell("saving")
+    train(model, optimizer, rank, lambda: is_whole(replica))
+    written.set()
+    found = saving.wait(30)
+    end(replica)
+    return found is not None, str(saving.error)
+
+
+def test_a_process_that_joins_in_a_save_has_no_part_in_it(workers, tmp_path):
+    *found, _ = survivors(workers.outcomes(N + 1, joins_in_a_save, str(tmp_path)))
+    assert found == [(True, "None")] * 3
 
 
 def gets_a_copy(rank: int, n: int) -> Any:

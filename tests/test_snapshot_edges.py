@@ -322,7 +322,7 @@ def test_sparse_tensors_through_a_file(name, tmp_path):
     stop = 4 if name == "sparse" else 3
     snapshots, losses, end = run_through(job, InProcessTransport(), 0, 6, [stop])
     assert any(tensor.is_sparse for tensor in tensors_in(snapshots[stop]))
-    text, tensors = encode(snapshots[stop], "")
+    text, tensors = encode(snapshots[stop])
     assert all(tensor.layout is torch.strided for tensor in tensors.values())
     file = write_shard(tmp_path, Record("any", 0, 1, 4, []), Staging().copy(tensors).tensors, text)
     with Shard(file, 0) as reader:

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 
 import decent_dp
 from decent_dp.checkpoint import saver as saver_module
-from decent_dp.checkpoint.agreement import Gather as LinkGather
 from decent_dp.errors import CheckpointError
 from decent_dp.replica.replica import Replica
+from decent_dp.transport import ProcessGroupTransport
 from decent_dp.transport.courier import Courier
 from tests.helpers import assert_same, values
 from tests.test_tolerate import make, step
@@ -48,6 +48,11 @@ def die_in(holder: Any, name: str, *, after: bool = False, when: Callable[..., b
         return result
 
     setattr(holder, name, call)
+
+
+def is_of(kind: str) -> Callable[..., bool]:
+    """Whether an agreement is of this kind."""
+    return lambda _, name, *texts: name.startswith(kind)
 
 
 def survivors(outcomes: Sequence[Outcome], victim: int = VICTIM) -> list[Any]:
@@ -117,7 +122,7 @@ IN_SAVE: dict[str, Callable[[], None]] = {
     "after all have come": lambda: die_in(Replica, "begin_collective", after=True),
     "before the file": lambda: die_in(saver_module, "write_shard"),
     "after the file": lambda: die_in(saver_module, "write_shard", after=True),
-    "after its report": lambda: die_in(LinkGather, "put", after=True, when=lambda self, _: "checkpoint" in self._name),
+    "after its report": lambda: die_in(ProcessGroupTransport, "agree", after=True, when=is_of("checkpoint")),
 }
 
 
@@ -288,9 +293,9 @@ def test_workers_that_run_out_go_on_mixing_until_all_have(workers, kind, victim)
 def is_preempted(rank: int, n: int, path: str, where: str) -> Any:
     model, optimizer, replica = make(rank)
     if rank == VICTIM and where == "before its vote":
-        die_in(LinkGather, "put", when=lambda self, _: "preemption" in self._name)
+        die_in(ProcessGroupTransport, "agree", when=is_of("preemption"))
     if rank == VICTIM and where == "after its vote":
-        die_in(LinkGather, "put", after=True, when=lambda self, _: "preemption" in self._name)
+        die_in(ProcessGroupTransport, "agree", after=True, when=is_of("preemption"))
     with decent_dp.Preemption(replica, grace=10.0) as stop:
         for t in range(2000):
             if (rank, t) == (VICTIM, 5) and where == "earlier":
@@ -323,7 +328,6 @@ def test_all_that_live_stop_after_the_same_round(workers, tmp_path, where):
 
 def constructs(rank: int, n: int, where: str) -> Any:
     from decent_dp.replica import construction
-    from decent_dp.transport import ProcessGroupTransport
 
     if rank == VICTIM:
         if where == "process group":

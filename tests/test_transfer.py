@@ -96,7 +96,7 @@ def assert_is(found: Any, tree: Any) -> None:
 
 
 def test_a_state_arrives_as_it_was_given():
-    copy, waits = StateCopy(*encode(TREE, "")), [pack_message({"wait": "it is in a step"})]
+    copy, waits = StateCopy(*encode(TREE)), [pack_message({"wait": "it is in a step"})]
     giver = Giver(copy)
     found = pull(donor_of(lambda request: waits.pop() if waits else giver.answer(request)), PartialState(), 5)
     assert_is(found, TREE)
@@ -107,9 +107,9 @@ def test_a_state_arrives_as_it_was_given():
 def test_a_transfer_continues_wherever_it_stops(monkeypatch, chunk):
     """In the header, in a tensor, between tensors. No byte is given twice."""
     monkeypatch.setattr(transfer_module, "_CHUNK", chunk)
-    size = StateCopy(*encode(TREE, "")).size
+    size = StateCopy(*encode(TREE)).size
     for most in range(0, -(-size // chunk) + 1, 1 if chunk > 1 else 17):
-        copy, partial = StateCopy(*encode(TREE, "")), PartialState()
+        copy, partial = StateCopy(*encode(TREE)), PartialState()
         if most * chunk >= size:
             break
         pull_part(copy, partial, most)
@@ -123,7 +123,7 @@ def test_a_transfer_continues_wherever_it_stops(monkeypatch, chunk):
 def test_a_transfer_continues_again_and_again(monkeypatch):
     monkeypatch.setattr(transfer_module, "_CHUNK", 100)
     values = torch.randint(0, 256, (4, 997), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
-    copy, partial, draw = StateCopy(*encode({"w": list(values)}, "")), PartialState(), random.Random(7)
+    copy, partial, draw = StateCopy(*encode({"w": list(values)})), PartialState(), random.Random(7)
     while partial.filled < copy.size - 500:
         before, most = partial.filled, draw.randrange(5)
         pull_part(copy, partial, most)
@@ -134,7 +134,7 @@ def test_a_transfer_continues_again_and_again(monkeypatch):
 
 def test_a_few_chunks_are_asked_for_ahead(monkeypatch):
     monkeypatch.setattr(transfer_module, "_CHUNK", 100)
-    copy, asked = StateCopy(*encode({"w": torch.zeros(1000)}, "")), list[int]()
+    copy, asked = StateCopy(*encode({"w": torch.zeros(1000)})), list[int]()
     partial = PartialState()
     donor = donor_of(lambda r: (asked.append(r["from"]), copy.chunk(0) if r["from"] == 0 else None)[1], stuck=0.1)
     with pytest.raises(TimeoutError, match="has not answered for"):
@@ -145,7 +145,7 @@ def test_a_few_chunks_are_asked_for_ahead(monkeypatch):
 def test_another_copy_begins_anew(monkeypatch):
     """Also one of the same layout; and what was asked of the first one and comes later is left."""
     monkeypatch.setattr(transfer_module, "_CHUNK", 20)
-    old, new = (StateCopy(*encode({"w": torch.full((9,), value)}, "")) for value in (1.0, 2.0))
+    old, new = (StateCopy(*encode({"w": torch.full((9,), value)})) for value in (1.0, 2.0))
     partial = PartialState()
     pull_part(old, partial, 3)
     assert_is(Giver(new).pull(partial), {"w": torch.full((9,), 2.0)})
@@ -162,7 +162,7 @@ def test_another_copy_begins_anew(monkeypatch):
 def test_a_chunk_that_is_damaged_is_asked_for_again(monkeypatch, number):
     """Wherever a bit of it is flipped. What was asked for ahead is not."""
     monkeypatch.setattr(transfer_module, "_CHUNK", 30)
-    copy = StateCopy(*encode(TREE, ""))
+    copy = StateCopy(*encode(TREE))
     places = range(0, copy.size, 30)
     for at in range(1, 31):
 
@@ -179,7 +179,7 @@ def test_a_chunk_that_is_damaged_is_asked_for_again(monkeypatch, number):
 
 
 def test_no_bit_of_an_answer_can_be_another_one():
-    copy = StateCopy(*encode({"a": torch.arange(5.0)}, ""))
+    copy = StateCopy(*encode({"a": torch.arange(5.0)}))
     for at in range(len(copy.chunk(0))):
 
         def flip(answer: bytes, count: int, at: int = at) -> bytes:
@@ -198,13 +198,13 @@ def test_no_bit_of_an_answer_can_be_another_one():
 
 def test_a_chunk_of_another_place_is_not_taken(monkeypatch):
     monkeypatch.setattr(transfer_module, "_CHUNK", 30)
-    giver = Giver(StateCopy(*encode(TREE, "")))
+    giver = Giver(StateCopy(*encode(TREE)))
     giver.change = lambda answer, number: giver.copy.chunk(60) if number == 2 else answer
     assert_is(giver.pull(PartialState()), TREE)
 
 
 def test_a_donor_whose_chunks_are_all_damaged_is_given_up():
-    giver = Giver(StateCopy(*encode(TREE, "")))
+    giver = Giver(StateCopy(*encode(TREE)))
     giver.change = lambda answer, number: answer[:-1] + b"?"
     with pytest.raises(ConnectionError, match="the SHA-256 of a chunk is wrong"):
         giver.pull(PartialState())

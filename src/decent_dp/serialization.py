@@ -65,14 +65,13 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, tuple, deque, torc
 # -- encode ----------------------------------------------------------------------------------------------------------------
 
 
-def encode(tree: Any, where: str) -> tuple[str, dict[str, Tensor]]:
+def encode(tree: Any) -> tuple[str, dict[str, Tensor]]:
     """Splits a tree into text and tensors.
 
     Args:
         tree: dicts (keys: str and int), lists, tuples, deques and Counters of None, bool, int, float, str, bytes, paths,
             dense or sparse COO tensors of any dtype, NumPy arrays and scalars, ``torch.dtype``. OrderedDict and defaultdict
             come back as dict, ``torch.Size`` as tuple, Parameters as plain tensors, a subclass of str or int as the plain one.
-        where: what errors call the tree, such as ``"state"``; with "" they begin with its keys.
 
     Returns:
         ASCII text, and the tensors by key. They are the tensors of the tree where that is possible: of any strides, on any
@@ -82,17 +81,16 @@ def encode(tree: Any, where: str) -> tuple[str, dict[str, Tensor]]:
         TypeError: the tree has something else in it, or contains itself; names the place.
         ValueError: it has more values than ``decode`` reads.
     """
-    encoder = _Encoder(where)
+    encoder = _Encoder()
     text = json.dumps(encoder.node(tree), check_circular=False, separators=(",", ":"))
     if _has_too_many(text):
-        raise ValueError(f"{where or 'the state'} has too many values to be read again: keep numbers in tensors or arrays")
+        raise ValueError("the state has too many values to be read again: keep numbers in tensors or arrays")
     return text, encoder.tensors
 
 
 class _Encoder:
-    def __init__(self, where: str) -> None:
+    def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._where = where
         self._path: list[Any] = []
         # An object that occurs twice is one tensor in the file. Kept alive, so that no other object gets its id.
         self._seen: dict[int, tuple[Any, Any]] = {}
@@ -131,7 +129,7 @@ class _Encoder:
         if kind not in _CONTAINERS:
             raise self._refuse(value, "save its state_dict() or plain values")
         if len(self._path) >= _MAX_DEPTH:
-            del self._path[5:]
+            del self._path[6:]
             raise TypeError(
                 f"{self._name()} is nested more than {_MAX_DEPTH} levels deep, or contains itself: save flatter values"
             )
@@ -187,9 +185,8 @@ class _Encoder:
         return {"!scalar": [value.dtype.str, value.tobytes().hex()]}
 
     def _add(self, tensor: Tensor, suffix: str) -> str:
-        steps = [self._where, *self._path] if self._where else self._path
         # Keys are UTF-8 in the file: a lone surrogate becomes a question mark.
-        joined = ".".join(map(str, steps))[:_MAX_KEY].encode("utf-8", "replace").decode()
+        joined = ".".join(map(str, self._path))[:_MAX_KEY].encode("utf-8", "replace").decode()
         base = (joined or "value") + suffix
         key, n = base, 1
         while key in self.tensors or key in RESERVED:
@@ -199,8 +196,8 @@ class _Encoder:
         return key
 
     def _name(self) -> str:
-        first, rest = (self._where, self._path) if self._where or not self._path else (str(self._path[0]), self._path[1:])
-        return (first or "the tree") + "".join(f"[{step!r}]" for step in rest)
+        first, *rest = self._path or ["the tree"]
+        return str(first) + "".join(f"[{step!r}]" for step in rest)
 
     def _refuse(self, value: Any, instead: str, what: str | None = None) -> TypeError:
         return TypeError(f"{self._name()} cannot be saved, as its type is {what or type(value).__name__}: {instead}")

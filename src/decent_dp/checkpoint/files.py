@@ -43,7 +43,6 @@ __all__ = [
     "now",
     "read_small",
     "replace_file",
-    "replace_text",
     "shard_name",
     "sync_folder",
     "write_shard",
@@ -356,16 +355,6 @@ def replace_file(file: Path, write: Callable[[Path], object], by: str = "") -> N
             os.unlink(temporary)
         raise
     sync_folder(file.parent)
-
-
-def replace_text(file: Path, text: str, by: str = "") -> None:
-    """As `replace_file`, for a small file."""
-
-    def write(temporary: Path) -> None:
-        with open(temporary, "wb") as out:
-            out.write(text.encode())
-
-    replace_file(file, write, by)
 
 
 def read_small(file: Path) -> bytes | None:

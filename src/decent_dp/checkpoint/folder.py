@@ -31,7 +31,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from decent_dp.checkpoint.files import OLDER, Shard, now, read_small, replace_text, shard_name, sync_folder
+from decent_dp.checkpoint.files import OLDER, Shard, now, read_small, replace_file, shard_name, sync_folder
 from decent_dp.errors import CheckpointError
 
 __all__ = [
@@ -362,7 +362,7 @@ def claim(root: Path, run_id: str, rank: int, *, may_take_over: bool) -> None:
             "from the folder since, and continues it.)"
         )
     text = json.dumps({"run": own, "since": now(), "host": socket.gethostname()})
-    replace_text(root / RUN, text, f"-{rank}")
+    replace_file(root / RUN, lambda file: file.write_text(text), f"-{rank}")
 
 
 # -- which are removed -----------------------------------------------------------------------------------------------------
@@ -373,7 +373,7 @@ def write_latest(root: Path, name: str, rank: int) -> None:
     named = _hint(root)
     if named is not None and _order(named) >= _order(name):
         return
-    replace_text(root / LATEST, f"{name}\n", f"-{rank}")
+    replace_file(root / LATEST, lambda file: file.write_text(f"{name}\n"), f"-{rank}")
 
 
 def prune(root: Path, newest: str, complete: Collection[str], keep: int, known: Collection[str]) -> None:

@@ -8,30 +8,25 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from decent_dp._checks import check_number
-from decent_dp.checkpoint.agreement import make_gather
 from decent_dp.checkpoint.saver import Trained, replica_of
-from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
 from decent_dp.replica.replica import Listener, Replica
+from decent_dp.replica.waiting import wait_for_all
 
 __all__ = ["Preemption"]
 
 _log = logging.getLogger(__name__)
 
-# Seconds between two looks at the store, for a request of another worker: at least, and per worker.
-_POLL, _POLL_PER_WORKER = 0.2, 0.001
-# Seconds between two looks for a signal to this worker.
+# Seconds between two looks for a signal to this worker, or a vote of another one.
 _LOOK = 0.02
-# Seconds beyond the grace period that the training thread waits for the voting thread, which ends with the grace period.
-_MARGIN = 5.0
-# Seconds for the vote of a worker that leaves.
-_LEAVE = 2.0
+_WHAT = "a stop round"
 _CANNOT_BE_CAUGHT = {getattr(signal, name) for name in ("SIGKILL", "SIGSTOP") if hasattr(signal, name)}
 # They end a process that was forked in a context. Other signals to a group of processes are not meant for it.
 _ENDS_FORKED = (signal.SIGTERM, signal.SIGINT)
@@ -133,7 +128,7 @@ class Preemption:
     Agreement: a thread of each worker looks for a stop request. If there is one, it votes for the round after the current one,
     and its worker begins no round beyond it until the result is known. The stop round is the greatest vote. Every worker can
     reach it, because no vote is beyond it. So no two workers wait for each other. A worker that waits in a collective (in
-    ``join``) votes, too. Where faults are tolerated, only workers that live vote; without, requests and votes are in the store.
+    ``join``) votes, too. Where faults are tolerated, only workers that live vote.
 
     Args:
         model: the wrapper, or what ``decent_dp.gossip`` returned.
@@ -208,53 +203,55 @@ class Preemption:
 
 
 class _StopVote(Listener):
-    """One worker's part in the agreement on a stop round.
-
-    ``_vote``, ``_stop_round`` and ``_failure`` are written under ``_changed``; the training thread waits for the last two.
-    """
+    """One worker's part in the agreement on a stop round. A thread votes, and the training thread waits for the votes."""
 
     def __init__(self, replica: Replica, request: _StopRequest, grace: float) -> None:
-        transport = replica.everyone
-        self._rank, self._engine = transport.rank, replica.engine
+        self._transport, self._engine = replica.everyone, replica.engine
         self._request, self._grace = request, grace
-        self._votes = make_gather(transport, f"preemption/{request.contexts}")
-        self._poll = max(_POLL, _POLL_PER_WORKER * transport.world_size)
-        self._changed = threading.Condition()
+        self._name = f"preemption/{request.contexts}"
+        self._lock = threading.Lock()
+        # Under the lock: the vote, the time in which all votes are to be there, and the votes.
         self._vote: int | None = None
-        self._stop_round: int | None = None
-        self._failure: Exception | None = None
-        self._was_read = False
+        self._deadline = 0.0
+        self._votes: Future[Mapping[int, str]] = Future()
+        self._is_known = self._was_read = False
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._run, name="decent_dp-preemption", daemon=True)
-
-    # -- in the training thread ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def stop_round(self) -> int | None:
+        votes = self._votes
+        return max(map(int, votes.result().values())) if votes.done() and votes.exception() is None else None
+
     def reached(self) -> bool:
         self._was_read = True
-        return self._stop_round is not None and self._engine.round >= self._stop_round
+        stop_round = self.stop_round
+        return stop_round is not None and self._engine.round >= stop_round
 
     def round_ended(self) -> None:
         """After the round that this worker has voted for: waits for the stop round.
 
         Raises:
-            PeerLostError, PeerTimeoutError: a worker that has not voted is gone, or has not within the grace period; or this
-                worker has received a signal, and the store is gone.
-            RuntimeError: the voting thread has failed.
+            PeerLostError, PeerTimeoutError: a worker that has not voted is gone, or has not within the grace period.
         """
-        with self._changed:
-            if self._failure is not None and (self._request.pending or not isinstance(self._failure, PeerError)):
-                raise self._failure
-            if self._vote is None or self._engine.round < self._vote:
-                return
-            # If the store hangs, so does the voting thread.
-            limit = self._grace + _MARGIN
-            if not self._changed.wait_for(lambda: self._stop_round is not None or self._failure is not None, limit):
-                raise PeerTimeoutError(f"no stop round was agreed on within {limit:g} s: the store does not answer.")
-            if self._failure is not None:
-                raise self._failure
+        with self._lock:
+            vote, votes, left = self._vote, self._votes, self._deadline - time.monotonic()
+        if vote is None or self._engine.round < vote:
+            return
+        if not self._is_known:
+            late = (
+                f"did not vote for a stop round within the grace period of {self._grace:g} s: Preemption must be entered on "
+                "all workers, around the same loop."
+            )
+            wait_for_all(self._transport, self._name, votes, max(0.0, left), _WHAT, late)
+            self._is_known = True
+            _log.warning("all workers stop after round %d", self.stop_round)
+        elif left < 0 and not self._was_read:
+            self._was_read = True
+            _log.error("training continues %g s after round %d was agreed on: read .due", self._grace, self.stop_round)
 
     def leave(self) -> None:
         """Votes, if it has not, so that the others need not wait for a worker that makes no more rounds in this context.
@@ -262,65 +259,34 @@ class _StopVote(Listener):
         The vote is for the next round, which is beyond the last. Others may have voted for the last round, in that round, and
         must not stop there, because this worker has not.
         """
-        self._fix_vote()
         self._left.set()
-        self._thread.join(_LEAVE)
-        if self._thread.is_alive():
-            _log.warning("worker %d has left Preemption, and the store does not answer: others may miss its vote", self._rank)
+        self._cast(asks=False)
+        self._thread.join()
 
-    # -- in the voting thread -----------------------------------------------------------------------------------------
+    def closing(self) -> None:
+        self._cast(asks=False)
 
     def _run(self) -> None:
         try:
-            self._wait_for_request()
-            self._votes.put(str(self._fix_vote()), asks=not self._left.is_set())
-            votes = self._votes.wait(
-                self._grace,
-                before="the workers had agreed on a stop round",
-                late=f"did not vote for a stop round within the grace period of {self._grace:g} s: Preemption must be entered "
-                "on all workers, around the same loop.",
-                cancelled=self._left,
-            )
-            stop_round = None if votes is None else max(map(int, votes.values()))
-        except Exception as error:
-            self._fail(error)
+            while not (self._request.pending or self._transport.is_asked(self._name)):
+                if self._left.wait(_LOOK):
+                    return
+        except Exception as error:  # which nobody expects
+            self._cast(asks=True, failure=error)
             return
-        if stop_round is None:
-            return
-        with self._changed:
-            self._stop_round = stop_round
-            self._changed.notify_all()
-        _log.warning("all workers stop after round %d", self._stop_round)
-        if not self._left.wait(self._grace) and not self._was_read:
-            _log.error("training continues %g s after round %d was agreed on: read .due", self._grace, self._stop_round)
+        if self._request.pending:
+            _log.warning("worker %d was asked to stop: all workers stop after the same round", self._transport.rank)
+        self._cast(asks=True)
 
-    def _wait_for_request(self) -> None:
-        """Returns when a worker is to stop, or this one leaves."""
-        while not self._left.is_set() and not self._request.pending:
-            if self._votes.asked():
+    def _cast(self, *, asks: bool, failure: Exception | None = None) -> None:
+        with self._lock:
+            if self._vote is not None:
                 return
-            deadline = time.monotonic() + self._poll
-            while not self._request.pending and time.monotonic() < deadline and not self._left.wait(_LOOK):
-                pass
-        if self._request.pending and not self._left.is_set():
-            _log.warning("worker %d was asked to stop: all workers stop after the same round", self._rank)
-
-    def _fix_vote(self) -> int:
-        with self._changed:
-            if self._vote is None:
-                self._vote = self._engine.round + 1
-            return self._vote
-
-    def _fail(self, error: Exception) -> None:
-        if isinstance(error, ConnectionError):
-            error = PeerLostError(f"the workers cannot agree on a stop round: {error}.")
-        elif not isinstance(error, PeerError):
-            name, cause = self._thread.name, error
-            error = RuntimeError(
-                f"the workers cannot agree on a stop round: {type(cause).__name__}: {cause} (in the thread {name})"
-            )
-            error.__cause__ = cause
-        with self._changed:
-            self._failure = error
-            self._changed.notify_all()
-        _log.log(logging.WARNING if self._left.is_set() else logging.ERROR, "%s", error)
+            self._vote = self._engine.round + 1
+            self._deadline = time.monotonic() + self._grace
+            try:
+                if failure is not None:
+                    raise failure
+                self._votes = self._transport.agree(self._name, str(self._vote), _WHAT, asks=asks)
+            except Exception as error:  # the transport was closed, or has failed
+                self._votes.set_exception(error)

@@ -25,19 +25,18 @@ from weakref import WeakKeyDictionary
 
 from decent_dp._checks import check_bool, check_integer
 from decent_dp.checkpoint import folder
-from decent_dp.checkpoint.agreement import Gather, make_gather
 from decent_dp.checkpoint.files import Record, shard_name, write_shard
 from decent_dp.checkpoint.random_states import random_states
 from decent_dp.compression import all_finite
 from decent_dp.ddp import DecentralizedDataParallel
-from decent_dp.errors import CheckpointError, OutOfStepError, PeerLostError, PeerTimeoutError
+from decent_dp.errors import CheckpointError, OutOfStepError, PeerTimeoutError
 from decent_dp.replica.consistency import error_of_worker, model_signature, worker_counts
 from decent_dp.replica.replica import Listener, Replica
 from decent_dp.replica.snapshot import take
 from decent_dp.replica.staging import Staged, Staging
+from decent_dp.replica.waiting import wait_for_all
 from decent_dp.serialization import encode
 from decent_dp.transport.base import Transport
-from decent_dp.transport.store import StoreCalls
 
 __all__ = ["Saver", "Saving", "Trained", "replica_of", "save", "saver_of"]
 
@@ -50,11 +49,6 @@ Trained: TypeAlias = DecentralizedDataParallel | Replica
 _MOST_IN_FLIGHT = 2
 # Seconds that a worker which exits waits for the others' shards; if an error ends it, for everything.
 _AT_EXIT, _AT_ERROR = 30.0, 2.0
-# Seconds for which a worker looks for the others' shards if the store does not answer.
-_WITHOUT_STORE = 5.0
-# Seconds beyond the timeout after which the store hangs.
-_MARGIN = 10.0
-_STORE = "Where no launcher keeps the store worker 0 does."
 _SAVERS: WeakKeyDictionary[Replica, Saver] = WeakKeyDictionary()
 _LOCK = threading.Lock()
 
@@ -260,12 +254,9 @@ class Saver(Listener):
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._staging = Staging()
-        self._store_calls = StoreCalls()
         self._saves = 0
         self._in_flight: deque[Saving] = deque()
         self._roots: dict[str, _Root] = {}
-        # The reports of the save before, which are deleted when all workers have reported for the next.
-        self._last: Gather | None = None
 
     # -- in the training thread ---------------------------------------------------------------------------------------
 
@@ -284,7 +275,6 @@ class Saver(Listener):
         number, self._saves = self._saves, self._saves + 1
         if replica.tolerates_faults:  # some may have joined later
             number = replica.everyone.control.calls
-        self._store_calls.start()  # later the interpreter may exit
         saving, shard, refusal = Saving(Path(f"save number {number}")), None, None
         try:
             keep, _ = check_integer("keep", keep, 1, "checkpoints"), check_bool("wait", wait)
@@ -297,7 +287,7 @@ class Saver(Listener):
             self._wait_for_earlier()
             snapshot = take(replica)
             random = random_states(replica.model)  # after it: a pending update may draw
-            text, tensors = encode({"snapshot": snapshot, "random": random, "state": dict(state)}, "")
+            text, tensors = encode({"snapshot": snapshot, "random": random, "state": dict(state)})
             root = self._roots.setdefault(os.path.realpath(where), _Root())
             ranks, replicas = replica.everyone.control.ranks, replica.replicas
             rank, n, round_ = ranks.index(self._transport.rank), len(ranks), snapshot["round"]
@@ -351,7 +341,7 @@ class Saver(Listener):
         futures.wait([saving._written for saving in in_flight], own)
         others = max(0.0, began + limit - time.monotonic()) if at_error else limit
         futures.wait([saving._over for saving in in_flight if saving._written.done()], others)
-        for saving in in_flight:
+        for saving in reversed(in_flight):  # each one waits for the one before
             if not saving.done:
                 self._give_up(saving, own, limit)
         if all(saving._written.done() for saving in self._in_flight):
@@ -391,7 +381,7 @@ class Saver(Listener):
             if job.shard is not None:
                 own = self._write(saving.path, job.shard)
             saving._written.set_result(None)
-            if job.before is not None:  # the reports of saves follow each other
+            if job.before is not None:  # `latest` names the newest at last
                 futures.wait([job.before._over])
             error = self._outcome(job, own)
             if job.shard is not None and error is None:
@@ -429,31 +419,18 @@ class Saver(Listener):
         path, shard, timeout = job.saving.path, job.shard, self._transport.timeout
         kind = "" if own is None else "CheckpointError" if isinstance(own, OSError) else type(own).__name__
         report = json.dumps([job.round_, path.name, kind, "" if own is None else str(own)])
-        before = f"all shards of {path.name} were written"
+        name, what = f"checkpoint/{job.number}", f"the save {path.name}"
         late = (
             f"did not write a shard of {path.name} within {timeout:g} s: all workers must call save(...), at the same updates; "
+            "or a disk is slow."
         )
-
-        def gather() -> Mapping[int, str]:
-            reports = make_gather(self._transport, f"checkpoint/{job.number}")
-            reports.put(report)
-            found = reports.wait(timeout, before, late + "or a disk is slow.")
-            last, self._last = self._last, reports
-            if last is not None:
-                # By now worker 0, which may keep the store, may have exited. The result is known.
-                with contextlib.suppress(ConnectionError):
-                    last.clear()
-            return found or {}
-
         error: Exception | None
         try:
-            error = _failure(self._store_calls.run(gather, timeout + _MARGIN), job.workers)
+            agreed = self._transport.agree(name, report, what, round_=job.round_)
+            error = _failure(wait_for_all(self._transport, name, agreed, timeout, what, late), job.workers)
             if error is not None and shard is not None:
                 # It never becomes complete. After a PeerError it may have.
                 folder.remove_shard(path, shard.record.rank)
-        except ConnectionError as gone:  # the store is, as worker 0 may be
-            whole = shard is not None and self._is_complete_on_disk(path, shard.record.world_size)
-            error = None if whole else PeerLostError(f"{path.name}: {gone}. {_STORE}")
         except Exception as failure:
             error = failure
         if shard is None:  # the training thread has raised
@@ -466,17 +443,6 @@ class Saver(Listener):
             goes_on = ", and training goes on without it" if quiet else ""
             _log.log(level, "%s is not complete%s: %s", path, goes_on, error)
         return error
-
-    def _is_complete_on_disk(self, path: Path, world_size: int) -> bool:
-        """Without a store: whether the shards of all workers are there, or will be in a few seconds."""
-        deadline = time.monotonic() + min(self._transport.timeout, _WITHOUT_STORE)
-        while True:
-            with contextlib.suppress(OSError):
-                if len(folder.ranks_in(path)) == world_size:
-                    return True
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.05)
 
     def _completed(self, saving: Saving, shard: _Shard) -> None:
         path, rank, root = saving.path, shard.record.rank, shard.root

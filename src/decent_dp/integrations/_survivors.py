@@ -157,7 +157,7 @@ def _objects_of_all(control: Control, value: Any) -> list[Any]:
 
 def _encoded(value: Any) -> tuple[str, dict[str, Tensor]]:
     try:
-        return encode(value, "the value")
+        return encode(value)
     except TypeError as error:
         raise TypeError(
             "with faults= collectives carry tensors, arrays, numbers, texts, paths, and lists, tuples and dicts of them, and "

@@ -95,7 +95,7 @@ class StateServer(Listener):
         snapshot = {**take(self._replica, settled=False), "compression": {}, "grads": {}}
         bucket, epochs = self._replica.engine.first_bucket, self._monitor.epochs
         known = None if epochs is None else epochs.known
-        text, tensors = encode({"first_bucket": bucket, "epoch": known, "snapshot": snapshot}, "")
+        text, tensors = encode({"first_bucket": bucket, "epoch": known, "snapshot": snapshot})
         staged = Staging().copy(tensors)
         return _Kept(StateCopy(text, staged.tensors), staged, time.monotonic(), bucket, wanted)
 

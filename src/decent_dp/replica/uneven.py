@@ -9,7 +9,8 @@ from concurrent import futures
 from concurrent.futures import Future
 
 from decent_dp.engine import Engine
-from decent_dp.errors import PeerLostError, PeerTimeoutError
+from decent_dp.errors import PeerTimeoutError
+from decent_dp.replica.waiting import texts_of
 from decent_dp.transport import Transport
 
 __all__ = ["finish_together"]
@@ -46,15 +47,9 @@ class _LastRound:
             with self._lock:
                 self._vote = self._begun
             try:
-                self._transport.agree(f"joined/{self._number}", str(self._vote), _WHAT).add_done_callback(self._end)
+                self.votes = self._transport.agree(f"joined/{self._number}", str(self._vote), _WHAT)
             except RuntimeError as error:  # the transport was closed
                 self.votes.set_exception(error)
-
-    def _end(self, votes: Future[Mapping[int, str]]) -> None:
-        if (error := votes.exception()) is not None:
-            self.votes.set_exception(error)
-        else:
-            self.votes.set_result(votes.result())
 
 
 def finish_together(
@@ -77,7 +72,7 @@ def finish_together(
     deadline = time.monotonic() + transport.timeout
     while not last.votes.done():
         if here.done():
-            _result(transport, here)
+            texts_of(transport, here, _WHAT)
         if last.begins():
             mix_only()
             deadline = time.monotonic() + transport.timeout
@@ -90,15 +85,6 @@ def finish_together(
         else:
             futures.wait([last.votes], _PAUSE)
             between()
-    end = max(map(int, _result(transport, last.votes).values()))
+    end = max(map(int, texts_of(transport, last.votes, _WHAT).values()))
     while engine.round < end:
         mix_only()
-
-
-def _result(transport: Transport, agreed: Future[Mapping[int, str]]) -> Mapping[int, str]:
-    texts = agreed.result()
-    if transport.rank not in texts:
-        raise PeerLostError(
-            f"the others took worker {transport.rank} for gone, and have left join() without it. End this process."
-        )
-    return texts

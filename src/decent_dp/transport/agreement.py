@@ -9,6 +9,8 @@ it stands by, and takes a result of another one to that worker only. So a result
 has died, becomes the result of all. Two workers get different results only if no third one was connected to both: each part of
 a partitioned network has results of its own.
 
+A worker that leaves says to all what it has contributed. That counts, unlike the texts of workers that die.
+
 Results are kept for workers that come late, up to a number of them for each kind of agreement.
 
 The class has no sockets, no threads and no clock. ``tests/test_agreement.py`` runs it in a scripted network.
@@ -92,10 +94,12 @@ class _Open:
     has_asked: bool = False
     told: set[int] = field(default_factory=set)
 
-    def forget_from(self, peer: int) -> None:
-        """What came over a connection that was lost does not count: its senders may have a result since then."""
+    def forget_from(self, peer: int, *, has_left: bool = False) -> None:
+        """What came over a connection that was lost does not count: its senders may have a result since then. ``has_left``: the
+        peer has none, and its own statement stays."""
         for rank in [rank for rank, via in self.via.items() if via == peer]:
-            del self.statements[rank], self.via[rank]
+            if rank != peer or not has_left:
+                del self.statements[rank], self.via[rank]
 
 
 class Agreements:
@@ -134,6 +138,9 @@ class Agreements:
         self._sees: dict[int, frozenset[int]] = {}
         # By rank: the incarnations of the present processes.
         self._present: dict[int, int] = {}
+        # The others that have left, and whether this worker has.
+        self._departed: set[int] = set()
+        self._has_left = False
 
     @property
     def waiting(self) -> bool:
@@ -182,6 +189,8 @@ class Agreements:
             ValueError: it is no such message.
         """
         kind, name, among, sees, content = _unpack(message)
+        if self._has_left:
+            return
         self._sees[peer] = sees
         if (result := self._result(name)) is not None:
             if kind != _RESULT:
@@ -222,6 +231,8 @@ class Agreements:
     def look(self, *, again: bool) -> None:
         """Looks at the other workers; called once in a while as long as it is ``waiting``. ``again``: asks those that miss, and
         asks more seldom after a while."""
+        if self._has_left:
+            return
         for name, agreement in list(self._open.items()):
             agreement.told.clear()
             agreement.turns += again
@@ -241,9 +252,22 @@ class Agreements:
             agreement.forget_from(peer)
             self._pursue(name, agreement)
 
+    def leave(self) -> None:
+        """This worker leaves, and decides nothing any more."""
+        self._has_left = True
+        for name, agreement in self._open.items():
+            for peer in self._members(agreement):
+                if agreement.own is not None and self._view(peer) is View.LINKED:
+                    self._say(peer, name, agreement, self._rank, agreement.own, peer)
+
+    def departed(self, peer: int) -> None:
+        """Another worker has left."""
+        self._departed.add(peer)
+
     def renew(self, rank: int, incarnation: int) -> None:
         """Another process is this worker now: what the one before has said does not count any more."""
         self._present[rank] = incarnation
+        self._departed.discard(rank)
         self._sees.pop(rank, None)
         if rank not in self._others:
             self._others = sorted([*self._others, rank])
@@ -287,7 +311,7 @@ class Agreements:
     def _pursue(self, name: str, agreement: _Open) -> None:
         """Does what is to be done next."""
         for peer in {peer for peer in agreement.via.values() if self._view(peer) is not View.LINKED}:
-            agreement.forget_from(peer)
+            agreement.forget_from(peer, has_left=peer in self._departed)
         decider, via = self._decider(agreement)
         if decider is None:
             return
@@ -299,7 +323,7 @@ class Agreements:
             self._say(via, name, agreement, self._rank, agreement.own, decider)
         if via == decider:
             for rank, statement in agreement.statements.items():
-                if agreement.via[rank] == rank != decider and statement.stands_by == decider:
+                if agreement.via[rank] == rank != decider and (statement.stands_by == decider or rank in self._departed):
                     self._say(decider, name, agreement, rank, statement, decider)
 
     def _say(self, to: int, name: str, agreement: _Open, rank: int, statement: _Statement, decider: int | None = None) -> None:

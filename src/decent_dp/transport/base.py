@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import Store
 from decent_dp.compression import Compression, MessageId
 from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
+from decent_dp.transport.agreement import NO_ROUND
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.streams import beside
 from decent_dp.transport.votes import ExchangeId, Verdict
@@ -193,13 +194,16 @@ class Transport(ABC):
     def control(self) -> Control: ...
 
     @abstractmethod
-    def agree(self, name: str, text: str, what: str = "", *, asks: bool = False) -> Future[Mapping[int, str]]:
+    def agree(
+        self, name: str, text: str, what: str = "", *, asks: bool = False, round_: int = NO_ROUND
+    ) -> Future[Mapping[int, str]]:
         """Contributes to an agreement: each worker contributes a text, and all get the same texts. Any thread may call it.
 
         Args:
             name: a kind, a slash, and a number that grows; the same on all workers.
             what: needs the agreement, for errors.
             asks: the others are to learn of it at once (``is_asked``).
+            round_: processes whose first round is not before this one take no part.
 
         Returns:
             The texts by rank, in ascending order. With ``tolerate`` of all that live; without this worker's if the others have

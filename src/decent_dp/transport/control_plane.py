@@ -122,6 +122,14 @@ class ControlPlane:
         self._couriers.reconnected(peer)
         self._agreements.reconnected(peer)
 
+    def leave(self) -> None:
+        """``Agreements.leave``."""
+        self._agreements.leave()
+
+    def departed(self, peer: int) -> None:
+        """``Agreements.departed``."""
+        self._agreements.departed(peer)
+
     def close(self, cause: BaseException | None = None) -> None:
         """Nothing is decided any more. ``cause``: why, if it is not the end of the run."""
         with self._lock:

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import Store
 from decent_dp.errors import PeerLostError, PeerTimeoutError, WireError
 from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
-from decent_dp.transport.agreement import View
+from decent_dp.transport.agreement import NO_ROUND, View
 from decent_dp.transport.base import Control, DeferredHandle, ExchangeRequest, Handle, Transport, written
 from decent_dp.transport.collectives import Collectives, needs_all
 from decent_dp.transport.courier import Courier, Couriers
@@ -174,7 +174,9 @@ class InProcessTransport(Transport):
     def control(self) -> Control:
         return self._control
 
-    def agree(self, name: str, text: str, what: str = "", *, asks: bool = False) -> Future[Mapping[int, str]]:
+    def agree(
+        self, name: str, text: str, what: str = "", *, asks: bool = False, round_: int = NO_ROUND
+    ) -> Future[Mapping[int, str]]:
         found = self._plane.agree(name, text, asks=asks)
         return (
             found

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 from decent_dp.topo import Edge
+from decent_dp.transport.agreement import NO_ROUND
 from decent_dp.transport.base import Control, ExchangeRequest, Handle, Transport
 
 __all__ = ["Peers"]
@@ -28,7 +29,9 @@ class Peers(Transport):
     def control(self) -> Control:
         return self._control
 
-    def agree(self, name: str, text: str, what: str = "", *, asks: bool = False) -> Future[Mapping[int, str]]:
+    def agree(
+        self, name: str, text: str, what: str = "", *, asks: bool = False, round_: int = NO_ROUND
+    ) -> Future[Mapping[int, str]]:
         raise TypeError("all workers agree, and not a part of them")
 
     def is_asked(self, name: str) -> bool:

@@ -19,6 +19,7 @@ from decent_dp.errors import PeerLostError
 from decent_dp.faults import Tolerate, default_dead_after, most_workers
 from decent_dp.topo import Edge
 from decent_dp.transport.addresses import find, listen
+from decent_dp.transport.agreement import NO_ROUND
 from decent_dp.transport.base import Control, ExchangeRequest, Handle, Transport
 from decent_dp.transport.closed_group import close_default_group
 from decent_dp.transport.collectives import Collectives, needs_all
@@ -251,8 +252,10 @@ class ProcessGroupTransport(Transport):
             raise RuntimeError("the transport was closed")
         return self._control
 
-    def agree(self, name: str, text: str, what: str = "", *, asks: bool = False) -> Future[Mapping[int, str]]:
-        found = self._wire.control_plane.agree(name, text, asks=asks)
+    def agree(
+        self, name: str, text: str, what: str = "", *, asks: bool = False, round_: int = NO_ROUND
+    ) -> Future[Mapping[int, str]]:
+        found = self._wire.control_plane.agree(name, text, asks=asks, round_=round_)
         if self.neighbours is not None:
             return found
         return needs_all(found, self.world_size, lambda absent: self._explain_absent(absent, what))

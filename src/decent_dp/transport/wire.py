@@ -473,6 +473,7 @@ class Wire:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _say_bye(self) -> None:
+        self.control_plane.leave()
         for link in self.flow.links.values():
             if link.state is LinkState.OPEN and link.control is not None:
                 link.control.send(pack(BYE))
@@ -481,6 +482,7 @@ class Wire:
         link.left = True
         if header.flags == _ANSWER:
             return
+        self.control_plane.departed(link.peer)
         channel.send(pack(BYE, flags=_ANSWER))
         for left in link.channels:
             self._leaving[left] = time.monotonic() + _LINGER
