@@ -21,7 +21,7 @@ from benchmarks.scenarios import ENDING, LEAD, VICTIM, Action, N, Scenario, Seen
 from decent_dp.checkpoint import saver
 from decent_dp.errors import DisagreementError
 from decent_dp.launch.local import store_on
-from decent_dp.replica import host, transfer
+from decent_dp.replica import transfer
 from decent_dp.transport import ProcessGroupTransport
 from decent_dp.transport.courier import Courier
 from decent_dp.transport.store import server_of
@@ -70,16 +70,15 @@ def suspend_all(worker: Worker, seconds: float) -> None:
 
 
 def give_half_and_die(worker: Worker) -> None:
-    """The first worker that is asked for its state sends a thousand bytes of it."""
+    """The first worker that is asked for its state dies after some chunks of it."""
+    chunk, transfer._CHUNK = transfer.StateCopy.chunk, 1000
 
-    def send(stream: Any, copy: transfer.StateCopy, begin: int) -> None:
-        if worker.shared.add("donors", 1) == 1:
-            transfer.say(stream, copy.header | {"tensors": [["weight", "float32", [10**6]]]})
-            stream.sendall(bytes(1000))
+    def give(copy: transfer.StateCopy, begin: int) -> bytes:
+        if begin > 3000 and worker.shared.add("donors", 1) == 1:
             die(worker)
-        transfer.send_state(stream, copy, begin)
+        return chunk(copy, begin)
 
-    host.send_state = send  # type: ignore[assignment, attr-defined]
+    transfer.StateCopy.chunk = give  # type: ignore[assignment, method-assign]
 
 
 def leave(worker: Worker) -> None:

@@ -25,15 +25,16 @@ from decent_dp.checkpoint import saver as saver_module
 from decent_dp.checkpoint.saver import Saver, _Root
 from decent_dp.errors import DisagreementError, PeerLostError
 from decent_dp.membership import joining
-from decent_dp.replica import host as host_module
 from decent_dp.replica import newcomer as newcomer_module
-from decent_dp.replica.transfer import say, send_state
+from decent_dp.replica import state_server as state_server_module
+from decent_dp.replica import transfer as transfer_module
+from decent_dp.replica.state_server import StateServer
+from decent_dp.replica.transfer import PartialState, StateCopy, pack_message, unpack_message
 from decent_dp.transport import rendezvous
 from decent_dp.transport.store import server_of
 from tests.helpers import assert_same, values
 from tests.test_survivor_calls import die, survivors
 from tests.test_tolerate import DEAD_AFTER, make, step
-from tests.test_transfer import Cut
 from tests.workers import _store, has_said
 from tests.workers import hear as hear_said
 from tests.workers import say as tell
@@ -217,15 +218,15 @@ def gets_a_copy(rank: int, n: int) -> Any:
     if dist.get_rank() < N:
         kill_one(model, optimizer, replica, rank)
         sent: list[Any] = []
-        take = host_module.take
+        take = state_server_module.take
 
-        def keep(replica: Any) -> Any:
-            snapshot = take(replica)
+        def keep(replica: Any, **options: Any) -> Any:
+            snapshot = take(replica, **options)
             sent.append({name: tensor.clone() for name, tensor in snapshot["parameters"].items()})
             sent.append({name: state["momentum_buffer"].clone() for name, state in _momenta(optimizer, model).items()})
             return snapshot
 
-        host_module.take = keep  # type: ignore[assignment]
+        state_server_module.take = keep
         train(model, optimizer, rank, lambda: is_whole(replica))
         end(replica)
         return sent
@@ -419,17 +420,16 @@ def test_an_old_checkpoint_does_not_get_into_a_replica_that_joins(workers, tmp_p
 
 
 def donor_dies(rank: int, n: int) -> Any:
-    """The first worker that sends its state dies half-way."""
-    half = send_state
+    """The first worker that gives its state dies half-way."""
+    transfer_module._CHUNK = 1000
+    chunk = StateCopy.chunk
 
-    def dies(stream: Any, copy: Any, begin: int) -> None:
-        if _store().add("donors", 1) == 1:
-            say(stream, copy.header | {"tensors": [["weight", "float32", [10**6]]]})
-            stream.sendall(bytes(1000))
+    def dies(copy: Any, begin: int) -> bytes:
+        if begin > 3000 and _store().add("donors", 1) == 1:
             die()
-        half(stream, copy, begin)
+        return chunk(copy, begin)
 
-    host_module.send_state = dies  # type: ignore[assignment]
+    StateCopy.chunk = dies  # type: ignore[method-assign]
     model, optimizer, replica, rank = begin(rank, faults=decent_dp.Tolerate(dead_after=2.0))
     kill_one(model, optimizer, replica, rank)
     train(
@@ -460,43 +460,48 @@ def test_another_member_gives_its_state_if_the_first_dies(workers):
 
 
 def connection_breaks(rank: int, n: int) -> Any:
-    """The connection of the worker that sends its state breaks half-way, once."""
-    sent: list[Any] = []
+    """The connection of the worker that gives its state breaks half-way, once."""
+    transfer_module._CHUNK = 500
+    given: list[tuple[str, int, int]] = []
     taken: list[Any] = []
-    take = host_module.take
+    take, chunk, answer = state_server_module.take, StateCopy.chunk, StateServer.answer
 
-    def breaks(stream: Any, copy: Any, begin: int) -> None:
-        header = 8 + len(json.dumps(copy.header))
-        cut = Cut(stream, header + copy.size // 2 if _store().add("parts", 1) == 1 else 10**9)
-        try:
-            send_state(cut, copy, begin)  # type: ignore[arg-type]
-        finally:
-            sent.append((begin, cut.sent - header, copy.size))
+    def breaks(server: Any, rank: int, incarnation: int, request: bytes) -> bytes:
+        wire, place = server._replica.everyone._wire, unpack_message(request)[0].get("from", 0)
+        if place > 4000 and _store().add("breaks", 1) == 1:
+            wire.call(lambda: wire.flow.lose(wire.flow.joiners[rank, incarnation], "cut"))
+        return answer(server, rank, incarnation, request)
 
-    def keep(replica: Any) -> Any:
-        snapshot = take(replica)
+    def count(copy: Any, begin: int) -> bytes:
+        given.append((copy.name, begin, copy.size))
+        return chunk(copy, begin)
+
+    def keep(replica: Any, **options: Any) -> Any:
+        snapshot = take(replica, **options)
         taken.append({name: tensor.clone() for name, tensor in snapshot["parameters"].items()})
         return snapshot
 
-    host_module.send_state, host_module.take = breaks, keep  # type: ignore[assignment]
+    StateServer.answer, StateCopy.chunk = breaks, count  # type: ignore[method-assign]
+    state_server_module.take = keep
     model, optimizer, replica, rank = begin(rank)
     found = values(model)
     if dist.get_rank() < N:
         kill_one(model, optimizer, replica, rank)
     train(model, optimizer, rank, lambda: is_whole(replica))
     end(replica)
-    return found, sent, taken
+    return found, given, taken
 
 
-@pytest.mark.slow
-def test_a_transfer_continues_at_the_same_member_when_its_connection_breaks(workers):
+def test_a_transfer_continues_where_it_was_when_the_connection_breaks(workers):
+    """At the same member, with the chunks that were on their way."""
     *members, (params, _, _) = survivors(workers.outcomes(N + 1, connection_breaks))
-    ((parts, taken),) = [(sent, taken) for _, sent, taken in members if sent or taken]
+    ((given, taken),) = [(given, taken) for _, given, taken in members if given or taken]
     (copied,) = taken
     assert_same(params, copied)
-    (begin_0, sent_0, size), (begin_1, sent_1, _) = parts
-    assert (begin_0, sent_0, begin_1) == (0, size // 2, size // 2)
-    assert sent_1 == size - size // 2 + 32
+    begins = [begin for _, begin, _ in given]
+    [size] = {size for *_, size in given}
+    assert sorted(set(begins)) == [*range(0, size, 500), size]
+    assert 1 <= len(begins) - len(set(begins)) <= 4
 
 
 def joins_while_others_wait(rank: int, n: int) -> Any:
@@ -537,10 +542,9 @@ def test_a_process_joins_while_a_member_has_run_out_of_batches(workers):
 def joiner_dies(rank: int, n: int) -> Any:
     """The first process that comes dies in the middle of its transfer, the second when it asks for its seat."""
     if rank == N:
-        newcomer_module.receive_state = lambda stream, *_: (stream.recv_into(bytearray(100)), die())  # type: ignore[assignment, return-value]
+        PartialState.add = lambda *_: die()  # type: ignore[method-assign]
     if rank == N + 1:
-        monitor = newcomer_module._Newcomer
-        monitor.enter = lambda self: _ask_and_die(self)  # type: ignore[method-assign]
+        newcomer_module._Joiner.enter = lambda self: _ask_and_die(self)  # type: ignore[method-assign]
     if rank == N + 2:
         hear_said("dead")
         time.sleep(4)
@@ -555,11 +559,10 @@ def joiner_dies(rank: int, n: int) -> Any:
     return mean, longest
 
 
-def _ask_and_die(newcomer: Any) -> None:
-    with newcomer._monitor.neighbours.visit(0, 0) as stream:
-        say(stream, {"seat": VICTIM, "incarnation": newcomer._transport.incarnation})
-        time.sleep(0.3)
-        die()
+def _ask_and_die(joiner: Any) -> None:
+    joiner._monitor.neighbours.ask(0, 0, pack_message({"want": "seat"})).result(20)
+    time.sleep(0.3)
+    die()
 
 
 @pytest.mark.slow

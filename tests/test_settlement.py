@@ -103,7 +103,7 @@ class End:
         self.flow = Flow(self.rank, frozenset(), lambda *_: None, lambda *_: None, lambda _: None, lambda _: self.cut())
         self.flow.dead_after = 10.0
         polling: Any = SimpleNamespace(routes={}, owners=self.channels, is_watched=lambda socket: True)
-        self.reader = Reader(polling, self.flow, lambda link, *_: self.flow.give_up(link, "the peer has left"))
+        self.reader = Reader(polling, self.flow, lambda link, *_: self.flow.give_up(link, "the peer has left"), lambda *_: None)
 
     @property
     def peer(self) -> int:

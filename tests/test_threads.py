@@ -22,7 +22,7 @@ from decent_dp.transport.waiter import Waiter, start_thread, telling
 from tests.helpers import alone, loss, net
 from tests.test_epochs import Lines
 from tests.test_tolerate import make, step
-from tests.workers import has_said, say
+from tests.workers import has_said, hear, say
 
 
 def fail(*_: Any, **__: Any) -> Any:
@@ -131,31 +131,28 @@ def test_an_error_in_a_decision_ends_a_worker_that_is_a_thread():
     ]
 
 
-def has_guests(rank: int, n: int) -> Any:
+def has_joiners(rank: int, n: int) -> Any:
     log = Lines()
     model, optimizer, replica = make(rank)
     neighbours = replica.monitor.neighbours
     if rank == 0:
-        replica.everyone._wire.on_guest = fail
+        neighbours.serve(fail)
         say("broken")
     else:
-        while not has_said("broken"):
-            time.sleep(0.01)
+        hear("broken")
         for _ in range(3):
-            with neighbours.visit(0, 0) as stream:
-                stream.settimeout(20)
-                assert stream.recv_into(bytearray(1)) == 0
-        say("visited")
+            assert neighbours.ask(0, 0, b"").result(20) == b""
+        say("asked")
     t = 0
-    while not has_said("visited") or t < 10:
+    while not has_said("asked") or t < 10:
         step(model, optimizer, t, rank)
         t += 1
     replica.close()
-    return [line for _, line in log.lines if "that joins" in line]
+    return [line for _, line in log.lines if "a request" in line]
 
 
-def test_an_error_about_a_process_that_joins_is_a_warning(workers):
-    told, nothing = workers(2, has_guests)
+def test_an_error_about_a_request_is_a_warning(workers):
+    told, nothing = workers(2, has_joiners)
     assert nothing == []
     assert [line.endswith(f"({times} times by now)") for line, times in zip(told, (1, 2), strict=True)] == [True, True], told
 

@@ -1,24 +1,30 @@
-"""The state of a replica over connections that break: the bytes, the copies that a member keeps, and who is asked."""
+"""The state of a replica in chunks: the bytes, the copies that a member keeps, and the seats that it gives."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from decent_dp.replica import host as host_module
+from decent_dp.replica import state_server as state_server_module
 from decent_dp.replica import transfer as transfer_module
-from decent_dp.replica.host import Host
-from decent_dp.replica.transfer import PartialState, StateCopy, hear, hear_answer, receive_state, say, send_state
+from decent_dp.replica.state_server import StateServer
+from decent_dp.replica.transfer import (
+    Donor,
+    NotYetError,
+    PartialState,
+    StateCopy,
+    pack_message,
+    pull,
+    unpack_message,
+)
 from decent_dp.serialization import encode
 
 TREE = {
@@ -28,87 +34,51 @@ TREE = {
     "f": None,
     "g": torch.tensor(3, dtype=torch.int64),
 }
-DIGEST = 32
+GONE = ConnectionError("it is gone")
 
 
-class Cut:
-    """A stream that breaks after some bytes. ``sent``: how many it has taken."""
+def donor_of(answer: Callable[[dict[str, Any]], Any], stuck: float = 5.0) -> Donor:
+    """A worker that is asked. ``answer``: returns the answer to a request; None, if none comes; or why it cannot be asked."""
 
-    def __init__(self, stream: Any, after: int) -> None:
-        self.stream, self.after, self.sent = stream, after, 0
+    def ask(request: bytes) -> Future[bytes]:
+        future: Future[bytes] = Future()
+        found = answer(unpack_message(request)[0])
+        if isinstance(found, Exception):
+            future.set_exception(found)
+        elif found is not None:
+            future.set_result(found)
+        return future
 
-    def sendall(self, part: Any) -> None:
-        taken = bytes(part)[: self.after - self.sent]
-        self.sent += len(taken)
-        self.stream.sendall(taken)
-        if len(taken) < len(part):
-            if hasattr(self.stream, "shutdown"):
-                self.stream.shutdown(socket.SHUT_RDWR)
-            else:
-                self.stream.close()
-            raise ConnectionResetError("cut")
+    return Donor(ask, stuck)
 
 
-class Flip:
-    """A stream that changes one byte."""
+class Giver:
+    """Gives chunks of a copy.
 
-    def __init__(self, stream: Any, at: int) -> None:
-        self.stream, self.at, self.sent = stream, at, 0
+    Attributes:
+        most: after so many answers it is gone.
+        asked: where the chunks begin that it was asked for.
+        change: called with each answer, and its number; returns the one that arrives.
+    """
 
-    def sendall(self, part: Any) -> None:
-        raw = bytearray(part)
-        if self.sent <= self.at < self.sent + len(raw):
-            raw[self.at - self.sent] ^= 1
-        self.sent += len(raw)
-        self.stream.sendall(raw)
+    def __init__(self, copy: StateCopy, most: float = float("inf")) -> None:
+        self.copy, self.most, self.asked = copy, most, list[int]()
+        self.change: Callable[[bytes, int], bytes] = lambda answer, number: answer
 
+    def answer(self, request: dict[str, Any]) -> Any:
+        if len(self.asked) >= self.most:
+            return GONE
+        begin = request["from"] if request["copy"] == self.copy.name else 0
+        self.asked.append(begin)
+        return self.change(self.copy.chunk(begin), len(self.asked))
 
-def over_wire(send: Callable[[Any], None]) -> socket.socket:
-    ours, theirs = socket.socketpair()
-    ours.settimeout(5)
-
-    def body() -> None:
-        with theirs, contextlib.suppress(OSError):  # the other end may have seen enough
-            send(theirs)
-
-    threading.Thread(target=body, daemon=True).start()
-    return ours
+    def pull(self, partial: PartialState) -> Any:
+        return pull(donor_of(self.answer), partial, 5)
 
 
-def header_of(copy: StateCopy) -> int:
-    return 8 + len(json.dumps(copy.header))
-
-
-def get_part(copy: StateCopy, partial: PartialState, after: int) -> int:
-    """The connection breaks after so many bytes. Returns how many have come."""
-    cuts: list[Cut] = []
-
-    def send(stream: Any) -> None:
-        cuts.append(Cut(stream, after))
-        send_state(cuts[0], copy, partial.filled)  # type: ignore[arg-type]
-
-    with over_wire(send) as stream, pytest.raises(ConnectionError, match="has closed the connection"):
-        receive_state(stream, 5, partial)
-    return cuts[0].sent
-
-
-def get_rest(copy: StateCopy, partial: PartialState) -> tuple[Any, int]:
-    """The state, and the bytes that were sent for it now."""
-    counts: list[int] = []
-
-    def send(stream: Any) -> None:
-        cut = Cut(stream, 10**9)
-        send_state(cut, copy, partial.filled)  # type: ignore[arg-type]
-        counts.append(cut.sent)
-        assert hear(stream) == {"received": copy.name}
-        counts.append(0)
-
-    with over_wire(send) as stream:
-        found = receive_state(stream, 5, partial)
-        with contextlib.suppress(OSError):
-            assert stream.recv(1) == b""
-    assert len(counts) == 2
-    return found, counts[0]
+def pull_part(copy: StateCopy, partial: PartialState, most: int) -> None:
+    with pytest.raises(ConnectionError, match="it is gone"):
+        Giver(copy, most).pull(partial)
 
 
 def assert_is(found: Any, tree: Any) -> None:
@@ -125,154 +95,146 @@ def assert_is(found: Any, tree: Any) -> None:
 # -- the bytes -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_state_arrives_as_it_was_sent():
-    text, tensors = encode(TREE)
-
-    def send(stream: socket.socket) -> None:
-        say(stream, None)
-        send_state(stream, StateCopy(text, tensors))
-
-    with over_wire(send) as stream:
-        assert_is(receive_state(stream, 5), TREE)
+def test_a_state_arrives_as_it_was_given():
+    copy, waits = StateCopy(*encode(TREE)), [pack_message({"wait": "it is in a step"})]
+    giver = Giver(copy)
+    found = pull(donor_of(lambda request: waits.pop() if waits else giver.answer(request)), PartialState(), 5)
+    assert_is(found, TREE)
+    assert giver.asked == [0, copy.size]
 
 
-@pytest.mark.parametrize("part", [5, 2**18])
-def test_a_transfer_continues_wherever_the_connection_breaks(monkeypatch, part):
-    """In the header, in a tensor, between tensors, in the SHA-256."""
-    monkeypatch.setattr(transfer_module, "_PART", part)
-    monkeypatch.setattr(transfer_module, "_REMEMBERED", 11)
-    text, tensors = encode(TREE)
-    header, size = header_of(StateCopy(text, tensors)), 7 * 4 + 6 * 2 + 8
-    for after in (*range(0, header, 40), *range(header - 1, header + size + DIGEST)):
-        copy, partial = StateCopy(text, tensors), PartialState()
-        assert get_part(copy, partial, after) == after
-        came = min(max(after - header, 0), size)
-        assert (partial.filled, partial.copy) == (came, copy.name if after >= header else None)
-        found, sent = get_rest(copy, partial)
-        assert_is(found, TREE)
-        assert sent == header + size - came + DIGEST
-        assert (partial.filled, partial.copy) == (0, None)
+@pytest.mark.parametrize("chunk", [1, 5, 2**17])
+def test_a_transfer_continues_wherever_it_stops(monkeypatch, chunk):
+    """In the header, in a tensor, between tensors. No byte is given twice."""
+    monkeypatch.setattr(transfer_module, "_CHUNK", chunk)
+    size = StateCopy(*encode(TREE)).size
+    for most in range(0, -(-size // chunk) + 1, 1 if chunk > 1 else 17):
+        copy, partial = StateCopy(*encode(TREE)), PartialState()
+        if most * chunk >= size:
+            break
+        pull_part(copy, partial, most)
+        assert (partial.filled, partial.name) == (most * chunk, copy.name if most else None)
+        giver = Giver(copy)
+        assert_is(giver.pull(partial), TREE)
+        assert giver.asked == [*range(most * chunk, size, chunk), size]
+        assert (partial.filled, partial.name) == (0, None)
 
 
 def test_a_transfer_continues_again_and_again(monkeypatch):
-    monkeypatch.setattr(transfer_module, "_PART", 100)
-    monkeypatch.setattr(transfer_module, "_REMEMBERED", 300)
+    monkeypatch.setattr(transfer_module, "_CHUNK", 100)
     values = torch.randint(0, 256, (4, 997), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
     copy, partial, draw = StateCopy(*encode({"w": list(values)})), PartialState(), random.Random(7)
-    came = []
-    while partial.filled < copy.size - 200:
-        before = partial.filled
-        came.append(get_part(copy, partial, header_of(copy) + draw.randrange(200)) - header_of(copy))
-        assert partial.filled - before == came[-1]
-    found, sent = get_rest(copy, partial)
-    assert sum(came) + sent - header_of(copy) - DIGEST == copy.size == 4 * 997
-    assert len(came) > 20
-    for tensor, value in zip(found["w"], values, strict=True):
+    while partial.filled < copy.size - 500:
+        before, most = partial.filled, draw.randrange(5)
+        pull_part(copy, partial, most)
+        assert partial.filled == before + 100 * most
+    for tensor, value in zip(Giver(copy).pull(partial)["w"], values, strict=True):
         assert bytes(tensor.numpy()) == bytes(value.numpy())
 
 
-def test_what_was_sent_is_not_hashed_again(monkeypatch):
-    """It would take longer than the other end waits."""
-    monkeypatch.setattr(transfer_module, "_PART", 10)
-    monkeypatch.setattr(transfer_module, "_REMEMBERED", 100)
-    source = torch.arange(250, dtype=torch.uint8)
-    copy, partial = StateCopy(*encode({"w": source})), PartialState()
-    get_part(copy, partial, header_of(copy) + 230)
-    assert [position for position, _ in copy.digests] == [0, 100, 200]
-    source[:200] = 0
-    found, _ = get_rest(copy, partial)
-    assert_is(found, {"w": torch.arange(250, dtype=torch.uint8)})
+def test_a_few_chunks_are_asked_for_ahead(monkeypatch):
+    monkeypatch.setattr(transfer_module, "_CHUNK", 100)
+    copy, asked = StateCopy(*encode({"w": torch.zeros(1000)})), list[int]()
+    partial = PartialState()
+    donor = donor_of(lambda r: (asked.append(r["from"]), copy.chunk(0) if r["from"] == 0 else None)[1], stuck=0.1)
+    with pytest.raises(TimeoutError, match="has not answered for"):
+        pull(donor, partial, 5)
+    assert asked == [0, 100, 200, 300, 400]
 
 
-def test_another_copy_begins_anew():
-    """Also one of the same layout."""
+def test_another_copy_begins_anew(monkeypatch):
+    """Also one of the same layout; and what was asked of the first one and comes later is left."""
+    monkeypatch.setattr(transfer_module, "_CHUNK", 20)
     old, new = (StateCopy(*encode({"w": torch.full((9,), value)})) for value in (1.0, 2.0))
     partial = PartialState()
-    get_part(old, partial, header_of(old) + 20)
+    pull_part(old, partial, 3)
+    assert_is(Giver(new).pull(partial), {"w": torch.full((9,), 2.0)})
+    giver, answers = Giver(old), list[int]()
+    giver.change = lambda answer, number: (answers.append(0), answer if len(answers) < 4 else new.chunk(0))[1]
 
-    def send(stream: socket.socket) -> None:
-        send_state(stream, new)
+    def answer(request: dict[str, Any]) -> Any:
+        return giver.answer(request) if request["copy"] != new.name else new.chunk(request["from"])
 
-    with over_wire(send) as stream:
-        assert_is(receive_state(stream, 5, partial), {"w": torch.full((9,), 2.0)})
-
-
-def test_parts_of_two_copies_never_become_a_state():
-    old, new = (StateCopy(*encode({"w": torch.full((9,), value)})) for value in (1.0, 2.0))
-    partial = PartialState()
-    get_part(old, partial, header_of(old) + 20)
-    new.header = old.header
-
-    def send(stream: socket.socket) -> None:
-        send_state(stream, new, partial.filled)
-
-    with over_wire(send) as stream, pytest.raises(ConnectionError, match="SHA-256 is wrong"):
-        receive_state(stream, 5, partial)
-    assert (partial.filled, partial.copy, partial.tensors) == (0, None, {})
+    assert_is(pull(donor_of(answer), PartialState(), 5), {"w": torch.full((9,), 2.0)})
 
 
-def test_a_damaged_state_is_refused_wherever_a_bit_is_flipped():
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_a_chunk_that_is_damaged_is_asked_for_again(monkeypatch, number):
+    """Wherever a bit of it is flipped. What was asked for ahead is not."""
+    monkeypatch.setattr(transfer_module, "_CHUNK", 30)
+    copy = StateCopy(*encode(TREE))
+    places = range(0, copy.size, 30)
+    for at in range(1, 31):
+
+        def flip(answer: bytes, count: int, at: int = at) -> bytes:
+            raw = bytearray(answer)
+            if count == number:
+                raw[-at] ^= 1
+            return bytes(raw)
+
+        giver = Giver(copy)
+        giver.change = flip
+        assert_is(giver.pull(PartialState()), TREE)
+        assert sorted(giver.asked) == sorted([*places, places[number - 1], copy.size])
+
+
+def test_no_bit_of_an_answer_can_be_another_one():
     copy = StateCopy(*encode({"a": torch.arange(5.0)}))
-    header = header_of(copy)
-    for at in range(8, header + copy.size + DIGEST):
-        partial = PartialState()
+    for at in range(len(copy.chunk(0))):
 
-        def send(stream: socket.socket, at: int = at) -> None:
-            send_state(Flip(stream, at), copy)  # type: ignore[arg-type]
+        def flip(answer: bytes, count: int, at: int = at) -> bytes:
+            raw = bytearray(answer)
+            if count == 1:
+                raw[at] ^= 1
+            return bytes(raw)
 
-        with over_wire(send) as stream, pytest.raises((ConnectionError, TimeoutError)) as caught:
-            receive_state(stream, 5, partial)
-        if at >= header:
-            assert "SHA-256 is wrong" in str(caught.value)
-            assert (partial.filled, partial.copy) == (0, None)
-
-
-def test_a_bit_that_is_flipped_in_the_rest_discards_everything():
-    copy = StateCopy(*encode({"a": torch.arange(5.0)}))
-    for at in range(header_of(copy), header_of(copy) + 10 + DIGEST):
-        partial = PartialState()
-        get_part(copy, partial, header_of(copy) + 10)
-
-        def send(stream: socket.socket, at: int = at) -> None:
-            send_state(Flip(stream, at), copy, 10)  # type: ignore[arg-type]
-
-        with over_wire(send) as stream, pytest.raises(ConnectionError, match="SHA-256 is wrong"):
-            receive_state(stream, 5, partial)
-        assert (partial.filled, partial.copy) == (0, None)
+        giver = Giver(copy)
+        giver.change = flip
+        try:
+            assert_is(giver.pull(PartialState()), {"a": torch.arange(5.0)})
+        except ConnectionError as error:
+            assert "no JSON" in str(error) or "no chunk" in str(error)  # noqa: PT017
 
 
-def test_messages_are_bounded_and_refusals_are_errors():
-    too_long = (2**40).to_bytes(8, "little")
-    with over_wire(lambda stream: stream.sendall(too_long)) as stream, pytest.raises(ConnectionError, match="are allowed"):
-        hear(stream)
-    with over_wire(lambda stream: say(stream, [1])) as stream, pytest.raises(ConnectionError, match="no dict"):
-        hear(stream)
-    refusal = {"refused": "too busy"}
-    with over_wire(lambda stream: say(stream, refusal)) as stream, pytest.raises(ConnectionError, match="too busy"):
-        receive_state(stream, 5)
+def test_a_chunk_of_another_place_is_not_taken(monkeypatch):
+    monkeypatch.setattr(transfer_module, "_CHUNK", 30)
+    giver = Giver(StateCopy(*encode(TREE)))
+    giver.change = lambda answer, number: giver.copy.chunk(60) if number == 2 else answer
+    assert_is(giver.pull(PartialState()), TREE)
 
-    def never(stream: socket.socket) -> None:
-        for _ in range(40):
-            say(stream, None)
-            time.sleep(0.02)
 
-    with over_wire(never) as stream, pytest.raises(TimeoutError, match="has not answered within"):
-        hear_answer(stream, 0.2)
+def test_a_donor_whose_chunks_are_all_damaged_is_given_up():
+    giver = Giver(StateCopy(*encode(TREE)))
+    giver.change = lambda answer, number: answer[:-1] + b"?"
+    with pytest.raises(ConnectionError, match="the SHA-256 of a chunk is wrong"):
+        giver.pull(PartialState())
+    assert len(giver.asked) < 20
+
+
+def test_refusals_and_long_waits_are_errors():
+    with pytest.raises(ConnectionError, match="too busy"):
+        pull(donor_of(lambda _: pack_message({"refused": "too busy"})), PartialState(), 5)
+    with pytest.raises(ConnectionError, match="no JSON"):
+        pull(donor_of(lambda _: b""), PartialState(), 5)
+    with pytest.raises(ConnectionError, match="no dict"):
+        pull(donor_of(lambda _: b"[1]\n"), PartialState(), 5)
+    with pytest.raises(NotYetError, match=r"has not answered within 0\.2 s: a step"):
+        pull(donor_of(lambda _: pack_message({"wait": "a step"})), PartialState(), 0.2)
 
 
 # -- the copies that a member keeps ----------------------------------------------------------------------------------------
 
 
 class Member:
-    """A host without a replica. It trains: its value is the number of its boundaries."""
+    """A state server without a replica. It trains: its value is the number of its boundaries."""
 
     def __init__(self, values: int = 1000, dead_after: float = 1.0) -> None:
-        self.values, self.boundaries, self.taken = values, 0, 0
+        self.values, self.boundaries, self.taken, self.value = values, 0, 0, 0.0
         self.engine, self.neighbours = SimpleNamespace(exchanges=1, first_bucket=0), SimpleNamespace(is_paused=False)
         faults: Any = SimpleNamespace(dead_after=dead_after)
-        monitor: Any = SimpleNamespace(members=(0, 1), epochs=None, faults=faults, neighbours=self.neighbours)
+        self.monitor: Any = SimpleNamespace(members=(0, 1), epochs=None, faults=faults, neighbours=self.neighbours)
         replica: Any = SimpleNamespace(engine=self.engine)
-        self.host = Host(replica, monitor)
+        self.server = StateServer(replica, self.monitor)
         self.ends = threading.Event()
         self.thread = threading.Thread(target=self._train, daemon=True)
         self.thread.start()
@@ -280,34 +242,34 @@ class Member:
     def _train(self) -> None:
         while not self.ends.wait(0.01):
             self.boundaries += 1
-            self.host.reached_boundary()
+            self.server.reached_boundary()
 
     def take(self) -> Any:
         self.taken += 1
-        return {"parameters": {"w": torch.full((self.values,), float(self.boundaries))}}
+        return {"parameters": {"w": torch.full((self.values,), float(self.boundaries) + self.value)}}
 
     def stop(self) -> None:
         self.ends.set()
         self.thread.join()
 
-    def open(self) -> socket.socket:
-        return over_wire(self.host.serve)
+    def ask(self, asker: int, **request: Any) -> dict[str, Any]:
+        return unpack_message(self.server.answer(asker, 1, pack_message(request)))[0]
 
-    def get(self, partial: PartialState) -> Any:
-        with self.open() as stream:
-            say(stream, partial.request)
-            return receive_state(stream, 5, partial)["snapshot"]["parameters"]["w"]
+    def get(self, partial: PartialState, asker: int = 2, most: float = float("inf")) -> Any:
+        """``most``: answers, and then it is gone."""
+        count = [0]
 
-    def get_part(self, partial: PartialState, size: int) -> None:
-        """So many bytes of its tensors, and closes the connection."""
-        with self.open() as stream:
-            say(stream, partial.request)
-            header = hear_answer(stream, 5)
-            partial.begin(header)
-            cut = SimpleNamespace(recv_into=lambda view: stream.recv_into(view[: size - partial.filled]))
-            with contextlib.suppress(ConnectionError):  # recv_into of nothing returns 0
-                partial.fill(cut)  # type: ignore[arg-type]
-        assert partial.filled == size
+        def answer(request: dict[str, Any]) -> Any:
+            found = self.server.answer(asker, 1, pack_message(request))
+            count[0] += "wait" not in unpack_message(found)[0]
+            return found if count[0] <= most else GONE
+
+        return pull(donor_of(answer), partial, 5)["snapshot"]["parameters"]["w"]
+
+    def get_part(self, partial: PartialState, asker: int = 2, most: int = 2) -> None:
+        with pytest.raises(ConnectionError, match="it is gone"):
+            self.get(partial, asker, most)
+        assert partial.filled == most * 1000
 
 
 @pytest.fixture
@@ -320,9 +282,10 @@ def member(monkeypatch) -> Iterator[Callable[..., Member]]:
 
     def take(replica: Any, *, settled: bool) -> Any:
         assert not settled, "a member must not wait for the others"
-        return next(m for m in members if m.host._replica is replica).take()
+        return next(m for m in members if m.server._replica is replica).take()
 
-    monkeypatch.setattr(host_module, "take", take)
+    monkeypatch.setattr(state_server_module, "take", take)
+    monkeypatch.setattr(transfer_module, "_CHUNK", 1000)
     yield make
     for one in members:
         one.stop()
@@ -335,155 +298,200 @@ def until(what: Callable[[], bool], seconds: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def test_a_member_sends_the_rest_of_the_same_copy_and_drops_it_when_it_has_arrived(member):
+def test_a_member_gives_the_rest_of_the_same_copy_and_drops_it_when_it_has_arrived(member):
     donor, partial = member(), PartialState()
-    donor.get_part(partial, 1000)
-    boundaries, name = donor.boundaries, partial.copy
+    donor.get_part(partial)
+    boundaries, name = donor.boundaries, partial.name
     until(lambda: donor.boundaries > boundaries + 5)
-    assert list(donor.host._copies) == [name]
+    assert list(donor.server._copies) == [name]
     found = donor.get(partial)
     assert bool((found == found[0]).all())
     assert 0 < float(found[0]) <= boundaries
     assert donor.taken == 1
-    until(lambda: not donor.host._copies)
+    until(lambda: not donor.server._copies)
 
 
-def test_a_copy_is_kept_until_it_has_arrived_and_not_until_it_is_sent(member):
+def test_a_copy_is_kept_until_it_has_arrived_and_not_until_it_is_given(member):
     donor, partial = member(values=10), PartialState()
-    donor.get_part(partial, 40)  # without the SHA-256, which is in the kernel's memory
-    until(lambda: not any(kept.users for kept in donor.host._copies.values()))
-    assert len(donor.host._copies) == 1
+    donor.get_part(partial, most=0)  # all of it is in one chunk, which was lost
+    until(lambda: donor.taken == 1)
+    assert len(donor.server._copies) == 1
     donor.get(partial)
     assert donor.taken == 1
 
 
 def test_a_copy_that_nobody_asks_for_is_dropped(member):
     donor, partial = member(dead_after=0.2), PartialState()
-    donor.get_part(partial, 1000)
+    donor.get_part(partial)
     began = time.monotonic()
-    until(lambda: not donor.host._copies)
+    until(lambda: not donor.server._copies)
     assert time.monotonic() - began > 0.3
-    donor.stop()
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(donor.get(partial)))
-    thread.start()
-    until(lambda: donor.host._wanted is not None)
-    donor.host.reached_boundary()  # it gets another copy, all of it
-    thread.join(10)
+    found = donor.get(partial)  # of another copy, all of it
     assert donor.taken == 2
-    assert bool((found[0] == float(donor.boundaries)).all())
+    assert bool((found == found[0]).all())
 
 
-def test_the_next_guest_drops_old_copies(member):
+def test_the_next_one_that_asks_drops_old_copies(member):
     donor, old = member(dead_after=0.3), PartialState()
-    donor.get_part(old, 1000)
+    donor.get_part(old)
     donor.stop()
-    time.sleep(0.9)
-    assert list(donor.host._copies) == [old.copy]
-    with donor.open() as stream:  # nobody comes to a boundary
-        say(stream, PartialState().request)
-        until(lambda: donor.host._wanted is not None)
-        assert donor.host._copies == {}
+    time.sleep(1.0)
+    assert list(donor.server._copies) == [old.name]
+    assert "wait" in donor.ask(3, want="state", copy=None, **{"from": 0})  # nobody comes to a boundary
+    assert donor.server._copies == {}
 
 
-def test_the_end_of_an_old_connection_changes_nothing_for_the_new_one(member):
-    donor, partial = member(values=10**6, dead_after=0.5), PartialState()
-    with donor.open() as new:  # nobody reads what is sent
-        with donor.open() as old:
-            say(old, partial.request)
-            partial.begin(hear_answer(old, 5))
-            say(new, partial.request)
-            hear_answer(new, 5)
-            (kept,) = donor.host._copies.values()
-            assert kept.users == 2
-        until(lambda: kept.users == 1)
-        time.sleep(0.05)
-        assert list(donor.host._copies) == [partial.copy]
+def test_who_has_all_of_a_copy_changes_nothing_for_the_others(member):
+    donor, first, second = member(), PartialState(), PartialState()
+    donor.get_part(first, 2)
+    donor.get_part(second, 3)
+    assert first.name == second.name
+    donor.get(first, 2)
+    assert list(donor.server._copies) == [second.name]
+    donor.get(second, 3)
+    assert (donor.taken, donor.server._copies) == (1, {})
 
 
 def test_the_end_of_training_drops_all_copies(member):
-    donor, partial = member(values=10**6), PartialState()
-    donor.get_part(partial, 1000)
-    with donor.open() as stream:  # it is sent
-        say(stream, PartialState().request)
-        hear_answer(stream, 5)
-        donor.stop()
-        donor.host.closing()
-        assert donor.host._copies == {}
+    donor, partial = member(), PartialState()
+    donor.get_part(partial)
+    donor.stop()
+    donor.server.closing()
+    assert donor.server._copies == {}
     with pytest.raises(ConnectionError, match="this worker has ended"):
-        donor.get(PartialState())
+        donor.get(partial)
 
 
-@pytest.mark.parametrize("begin", [-1, 4001, "1", True, None, 1.0, [2]])
+@pytest.mark.parametrize("begin", [-1, 10**6, "1", True, None, 1.0, [2]])
 def test_a_place_outside_of_the_copy_is_refused(member, begin):
     donor, partial = member(), PartialState()
-    donor.get_part(partial, 1000)
-    with donor.open() as stream:
-        say(stream, partial.request | {"from": begin})
-        with pytest.raises(ConnectionError, match="from must be an int from 0 to 4000"):
-            receive_state(stream, 5)
+    donor.get_part(partial)
+    answer = donor.ask(2, want="state", copy=partial.name, **{"from": begin})
+    assert f"from must be an int from 0 to {partial.size}" in answer["refused"]
     donor.get(partial)  # it is kept
     assert donor.taken == 1
 
 
 @pytest.mark.parametrize("name", ["other", None, 7, ["x"], {}])
 def test_a_copy_that_is_not_known_is_another_one_from_its_first_byte(member, name):
-    donor = member(values=10)
-    with donor.open() as stream:
-        say(stream, {"want": "state", "copy": name, "from": 7})
-        assert receive_state(stream, 5)["snapshot"]["parameters"]["w"].shape == (10,)
+    donor = member()
+    until(lambda: "place" in donor.ask(2, want="state", copy=name, **{"from": 7}))
+    assert donor.ask(2, want="state", copy=name, **{"from": 7})["place"][-1] == 0
+
+
+@pytest.mark.parametrize("request_", [{}, {"want": "state"}, {"want": "state", "copy": None}])
+def test_what_is_no_request_is_refused(member, request_):
+    assert "refused" in member().ask(2, **request_)
 
 
 def test_those_that_come_together_get_one_copy(member):
-    donor, parts = member(values=10**6), [PartialState() for _ in range(12)]
-    for partial in parts:
-        donor.get_part(partial, 1000)
-    assert (donor.taken, len({partial.copy for partial in parts})) == (1, 1)
+    donor, parts = member(), [PartialState() for _ in range(12)]
+    for asker, partial in enumerate(parts):
+        donor.get_part(partial, asker)
+    assert (donor.taken, len({partial.name for partial in parts})) == (1, 1)
     donor.engine.first_bucket += 1  # the workers have loaded another state
-    donor.get_part(PartialState(), 1000)
+    donor.get_part(PartialState())
     assert donor.taken == 2
 
 
 def test_not_more_than_a_few_copies_are_kept(member, monkeypatch):
     """Each is as large as the state. Later ones get the newest."""
-    monkeypatch.setattr(host_module, "_FRESH", 0.0)
-    donor, parts = member(values=10**6), [PartialState() for _ in range(5)]
-    for partial in parts:
-        donor.get_part(partial, 1000)
-        assert len(donor.host._copies) <= 2
-    assert [partial.copy for partial in parts[1:]] == [parts[1].copy] * 4
-    for partial in parts[:2]:
-        found = donor.get(partial)
+    monkeypatch.setattr(state_server_module, "_FRESH", 0.0)
+    donor, parts = member(), [PartialState() for _ in range(5)]
+    for asker, partial in enumerate(parts):
+        donor.get_part(partial, asker, most=1)
+        assert len(donor.server._copies) <= 2
+    assert [partial.name for partial in parts[1:]] == [parts[1].name] * 4
+    for asker, partial in enumerate(parts[:2]):
+        found = donor.get(partial, asker)
         assert bool((found == found[0]).all())
     assert donor.taken == 2
 
 
-def test_not_more_than_a_few_are_served_at_a_time(member):
-    donor = member(values=10**6, dead_after=0.5)
-    with contextlib.ExitStack() as stack:
-        for _ in range(8):  # nobody reads what is sent here
-            stream = stack.enter_context(donor.open())
-            say(stream, PartialState().request)
-            hear_answer(stream, 5)
-        began = time.monotonic()
-        donor.get(PartialState())  # when the others have been stuck for too long
-        assert time.monotonic() - began < 3
+def test_a_replica_that_is_not_finite_is_not_given(member):
+    donor = member()
+    donor.value = float("nan")
+    with pytest.raises(ConnectionError, match="holds a NaN or an infinity"):
+        donor.get(PartialState())
+    assert donor.server._copies == {}
+    donor.value = 0.0
+    donor.get(PartialState())
 
 
-def test_a_member_that_waits_for_others_says_so_and_sends_the_rest_of_what_it_has(member):
+def test_an_error_at_the_boundary_is_told_to_all_that_wait(member):
+    donor = member()
+    donor.stop()
+    donor.engine.exchanges = 0
+    for asker in (2, 3):
+        assert "wait" in donor.ask(asker, want="state", copy=None, **{"from": 0})
+    donor.server.reached_boundary()
+    for asker in (2, 3):
+        assert "has not mixed yet" in donor.ask(asker, want="state", copy=None, **{"from": 0})["refused"]
+
+
+def test_a_member_that_waits_for_others_says_so_and_gives_the_rest_of_what_it_has(member):
     donor, partial = member(), PartialState()
     donor.neighbours.is_paused = True
-    donor.stop()
     with pytest.raises(ConnectionError, match="it waits for others"):
         donor.get(PartialState())
-    donor.host.reached_boundary()
-    until(lambda: donor.host._wanted is None)
-    donor.host._copies.clear()
-    thread = threading.Thread(target=lambda: donor.get_part(partial, 1000))
     donor.neighbours.is_paused = False
-    thread.start()
-    until(lambda: donor.host._wanted is not None)
-    donor.host.reached_boundary()
-    thread.join(5)
+    donor.get_part(partial)
     donor.neighbours.is_paused = True
     donor.get(partial)
+    assert donor.taken == 1
+
+
+# -- seats -----------------------------------------------------------------------------------------------------------------
+
+
+class Epochs:
+    """As those of a member."""
+
+    known = None
+
+    def __init__(self) -> None:
+        self.offers: dict[tuple[int, int], Future[Any]] = {}
+        self.withdrawn: list[tuple[int, int]] = []
+
+    def offer(self, *asker: int) -> Future[Any]:
+        return self.offers.setdefault(asker, Future())  # type: ignore[arg-type]
+
+    def withdraw(self, *asker: int) -> None:
+        self.withdrawn.append(asker)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def seats(member) -> tuple[Member, Epochs]:
+    donor, epochs = member(), Epochs()
+    donor.monitor.epochs, donor.monitor.is_free = epochs, lambda rank, incarnation: rank == 2
+    donor.server._replica.everyone = SimpleNamespace(control=SimpleNamespace(calls=7))
+    donor.server._replica.joins = 1
+    return donor, epochs
+
+
+def test_a_seat_is_given_when_the_epoch_is_decided(seats):
+    donor, epochs = seats
+    assert donor.ask(3, want="seat") == {"wait": "worker 3 lives"}
+    assert epochs.offers == {}
+    for _ in range(3):
+        assert "wait" in donor.ask(2, want="seat")
+    [future] = epochs.offers.values()
+    future.set_result(SimpleNamespace(number=4, text="{}"))
+    answer = {"epoch": 4, "text": "{}", "calls": 7, "joins": 1, "first_bucket": 0}
+    assert donor.ask(2, want="seat") == donor.ask(2, want="seat") == answer
+    assert (donor.server._seats, epochs.withdrawn) == ({}, [])
+
+
+def test_a_seat_is_withdrawn_from_one_that_asks_no_more(seats, monkeypatch):
+    monkeypatch.setattr(state_server_module, "_ENDED", 0.3)
+    donor, epochs = seats
+    donor.ask(2, want="seat")
+    until(lambda: epochs.withdrawn == [(2, 1)])
+    assert donor.server._seats == {}
+
+
+def test_a_seat_that_another_one_has_got_is_refused(seats):
+    donor, epochs = seats
+    donor.ask(2, want="seat")
+    epochs.offers[2, 1].set_exception(ConnectionError("another process is worker 2"))
+    assert donor.ask(2, want="seat") == {"refused": "another process is worker 2"}

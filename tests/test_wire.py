@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,7 @@ from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses, peer_errors, rendezvous
 from decent_dp.transport.channels import Channel, Link
 from decent_dp.transport.flow import Flow
-from decent_dp.transport.hello import CONTROL, GUEST, REPLACED, VISIT, Dialled, Identity, ReplacedError, Visitor
+from decent_dp.transport.hello import BULK, CONTROL, REPLACED, Dialled, Identity, ReplacedError, Visitor
 from decent_dp.transport.link import LinkState, Receiving, Sending
 from decent_dp.transport.messages import DATA, HELLO, OFFERS, START, Header, pack, unpack
 from decent_dp.transport.peer_errors import GreetingError
@@ -209,9 +208,9 @@ class Door:
         while self.pending:
             self.doorman.on_event(self, self.pending.pop(0))  # type: ignore[arg-type]
 
-    def hear(self, step: int, body: bytes) -> None:
+    def hear(self, step: int, body: bytes, name: bytes = b"id") -> None:
         self.frames += [Frame(pack(HELLO, flags=step)), Frame(body)]
-        self.doorman.hear(self, b"id")  # type: ignore[arg-type]
+        self.doorman.hear(self, name)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ended", [False, True])
@@ -220,10 +219,11 @@ def test_a_connection_that_has_ended_is_not_let_in(ended):
     door, opened = Door(), list[Any]()
     door.doorman._opened = lambda *found: opened.append(found)
     door.pending = [Event(zmq.EVENT_ACCEPTED, 5)]
-    dialled = Dialled(replace(identity(1), rank=GUEST), SECRET, 0, VISIT, bytes(16), b"")
-    door.hear(1, dialled.hello)
-    door.pending = [Event(zmq.EVENT_DISCONNECTED, 5)] * ended
-    door.hear(3, dialled.prove(door.sent[-1]))
+    for plane, name in ((CONTROL, b"id"), (BULK, b"bulk")):
+        dialled = Dialled(identity(1), SECRET, 0, plane, bytes(16), b"")
+        door.hear(1, dialled.hello, name)
+        door.pending = [Event(zmq.EVENT_DISCONNECTED, 5)] * (ended and plane == BULK)
+        door.hear(3, dialled.prove(door.sent[-1]), name)
     assert bool(opened) == (not ended)
 
 
@@ -233,7 +233,7 @@ def test_a_hello_is_judged_after_all_events_before_it():
     door.pending = [Event(zmq.EVENT_ACCEPTED, 5), Event(zmq.EVENT_DISCONNECTED, 5), Event(zmq.EVENT_ACCEPTED, 5)]
     door.hear(1, Dialled(DIALLER, SECRET, 0, CONTROL, bytes(16), b"").hello)
     assert len(door.sent) == 3, "the hello is answered"
-    assert list(door.doorman._guests) == [b"id"], "the end of the connection before it does not end it"
+    assert list(door.doorman._greetings) == [b"id"], "the end of the connection before it does not end it"
 
 
 # -- connections that cannot be made ----------------------------------------------------------------------------------------

@@ -28,15 +28,14 @@ from decent_dp.topo import Edge
 from decent_dp.transport import ProcessGroupTransport, addresses, rendezvous
 from decent_dp.transport.channels import Channel, Link, Network, Rate
 from decent_dp.transport.flow import Flow
-from decent_dp.transport.hello import CONTROL, GUEST, VISIT, Dialled, Identity, Visitor, password
+from decent_dp.transport.hello import CONTROL, password
 from decent_dp.transport.link import LinkState, Receiving, Sending
-from decent_dp.transport.messages import DATA, HEADER_BYTES, HELLO, HINT, LARGEST_FRAME, OFFERS, START, STATE, pack, unpack
+from decent_dp.transport.messages import DATA, HEADER_BYTES, HELLO, HINT, LARGEST_FRAME, OFFERS, START, pack, unpack
 from decent_dp.transport.peer_errors import UnreachableError
 from decent_dp.transport.polling import Polling, Reader
 from decent_dp.transport.sockets import _OPEN, Curve, Event, Sockets, _inode_of
-from decent_dp.transport.state_stream import StateStream
 from tests.helpers import error_of
-from tests.wires import RUN, SECONDS, SECRET, Net, content, make_doorman, receive, send, wait_for
+from tests.wires import SECONDS, SECRET, Net, content, make_doorman, receive, send, wait_for
 
 # -- sockets -----------------------------------------------------------------------------------------------------------------
 
@@ -563,7 +562,7 @@ def test_who_sends_without_end_keeps_the_thread_for_a_bounded_time():
     polling.is_watched = lambda _: True  # type: ignore[method-assign]
     polling.doorman = SimpleNamespace(dropped=0)  # type: ignore[assignment]
     began = time.monotonic()
-    Reader(polling, None, lambda *_: None).read(noise, began + 0.05)  # type: ignore[arg-type]
+    Reader(polling, None, lambda *_: None, lambda *_: None).read(noise, began + 0.05)  # type: ignore[arg-type]
     assert time.monotonic() - began < 2
     assert polling.doorman.dropped > 0
 
@@ -713,15 +712,6 @@ def test_what_others_write_to_the_store_is_compared():
     assert not rendezvous._are_equal("\u00e9", "ab")
 
 
-def test_a_stream_of_which_nothing_is_read_is_bounded():
-    stream = StateStream(Channel(SimpleNamespace(), 2), lambda command: None, lambda channel: None)  # type: ignore[arg-type]
-    for _ in range(100):
-        stream.hear(unpack(pack(STATE), 1), bytes(2**17))
-    assert sum(map(len, stream._came)) < 2**20
-    with pytest.raises(ConnectionError):
-        stream.sendall(b"x")
-
-
 @pytest.mark.timeout(60)
 def test_a_worker_of_another_version_is_named():
     net, context, curve = Net(2, dead_after=1.0), zmq.Context(), Curve.create()
@@ -747,20 +737,12 @@ def test_a_worker_of_another_version_is_named():
         net.targets[0] = replace(net.targets[0], control=control, bulk=bulk, key=curve.public)
         net.wires[1].connect(0)
         assert not net.wires[1].is_connected(0)
-        assert "version 9, where version 8 was due" in str(net.wires[1].why_lost(0))
+        assert "version 10, where version 9 was due" in str(net.wires[1].why_lost(0))
     finally:
         answered.set()
         thread.join()
         context.destroy(0)
         net.close()
-
-
-def test_a_visit_is_of_a_process_that_is_no_worker():
-    here = Identity(RUN, 0, b"worker 0")
-    for rank, plane, is_hello in ((1, CONTROL, True), (GUEST, VISIT, True), (1, VISIT, False), (GUEST, CONTROL, False)):
-        hello = Dialled(Identity(RUN, rank, b"worker 1"), SECRET, 0, plane, bytes(16), b"").hello
-        with contextlib.nullcontext() if is_hello else pytest.raises(ValueError, match="no hello"):
-            Visitor(here, SECRET, hello, b"")
 
 
 def test_the_latency_is_that_of_requests():

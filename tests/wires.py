@@ -6,8 +6,10 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from decent_dp.transport.addresses import probe
@@ -34,6 +36,8 @@ class Net:
         near: they are on one node.
         encrypts: as between nodes.
         dead_after: of connections.
+        joins: the incarnations of those that join the run, by rank.
+        strangers: those that do not know the secret of the run.
     """
 
     def __init__(
@@ -45,6 +49,8 @@ class Net:
         size: int = 8,
         dead_after: float = 10.0,
         timeout: float = SECONDS,
+        joins: Mapping[int, int] = types.MappingProxyType({}),
+        strangers: Collection[int] = (),
     ) -> None:
         curves = [Curve.create() for _ in range(n)]
         self.targets: list[Target] = []
@@ -69,8 +75,8 @@ class Net:
             keys = {curve.public for curve in curves}
             self.wires.append(
                 Wire(
-                    identity(rank),
-                    SECRET,
+                    replace(identity(rank), incarnation=joins.get(rank, 0)),
+                    b"another" if rank in strangers else SECRET,
                     range(size),
                     local,
                     sockets,

@@ -30,7 +30,7 @@ from decent_dp.replica.averaging import check_finite
 from decent_dp.replica.construction import Agreement, Arguments, connect_replicas
 from decent_dp.replica.hidden_state import has_own_state_dict, refuse_hidden_state
 from decent_dp.replica.module_hooks import called_first
-from decent_dp.replica.newcomer import open_doors
+from decent_dp.replica.newcomer import serve_joiners
 from decent_dp.replica.optimizers import check_optimizers, load_optimizer, params_of, saved_optimizer, signature_of
 from decent_dp.replica.options import options_of
 from decent_dp.replica.registry import find_superseded, running_steps
@@ -144,7 +144,7 @@ def gossip(
         for replica in older:
             replica.supersede()
         _advise_on_nodes(topology, agreed, workers_per_node("local_world_size", local_world_size), opened.rank)
-        return open_doors(Gossip(model, opened, agreed, optimizers, check_scaler(scaler)))
+        return serve_joiners(Gossip(model, opened, agreed, optimizers, check_scaler(scaler)))
 
 
 class Gossip(Replica):

@@ -31,7 +31,7 @@ from decent_dp.faults import Roster, Tolerate, check_faults
 from decent_dp.replica.averaging import check_finite
 from decent_dp.replica.construction import Arguments, connect_replicas
 from decent_dp.replica.module_hooks import insert_module
-from decent_dp.replica.newcomer import open_doors
+from decent_dp.replica.newcomer import serve_joiners
 from decent_dp.replica.registry import find_superseded
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.settings import Settings, refuse_ddp_keywords, workers_per_node
@@ -169,7 +169,7 @@ class DecentralizedDataParallel(nn.Module):
             scaler,
             as_view=bool(param_as_bucket_view),
         )
-        open_doors(self.replica)
+        serve_joiners(self.replica)
         # Existing scripts read these two.
         self._optims, self._lr_schedulers = self.replica.optimizers, self.replica.schedulers
         self.register_load_state_dict_pre_hook(insert_module)  # type: ignore[no-untyped-call]

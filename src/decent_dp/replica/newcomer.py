@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 import time
@@ -12,32 +13,40 @@ from typing import Any, TypeVar
 from decent_dp.errors import CheckpointError, PeerLostError
 from decent_dp.membership import Epoch, MembershipMonitor
 from decent_dp.replica.consistency import tensor_sizes
-from decent_dp.replica.host import Host
 from decent_dp.replica.replica import Listener, Replica
 from decent_dp.replica.snapshot import put_back, replace_values
-from decent_dp.replica.transfer import NotYetError, PartialState, hear_answer, receive_state, say
+from decent_dp.replica.state_server import StateServer
+from decent_dp.replica.transfer import Donor, NotYetError, PartialState, pull
 from decent_dp.transport import NewcomerTransport, Transport
-from decent_dp.transport.neighbours import Stream
 
-__all__ = ["open_doors"]
+__all__ = ["serve_joiners"]
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Replica)
 
 _log = logging.getLogger(__name__)
 
-# Rounds after which a replica that has become finite counts as healed, and how often in a row it is tried.
-_CALM, _MOST_TIMES = 100, 5
+# Rounds after which a replica that has become finite counts as healed.
+_CALM = 100
+# How often in a row it is tried: if it is the data, or the learning rate, the run ends with the error.
+_MOST_TIMES = 5
 # Seconds between two tries in one round, where this worker waits for others.
 _HEAL_AGAIN = 1.0
-# Seconds without progress after which another worker is asked, and between two rounds of questions; for all of them, and for
-# those without a connection.
-_STUCK, _AGAIN, _LONGEST, _UNREACHED = 5.0, 0.5, 300.0, 30.0
-# The bytes of a state: at most these, and so many times the model's. LBFGS keeps 200 tensors for each parameter.
-_LEAST, _TIMES = 2**26, 256
+# Seconds without an answer after which another worker is asked.
+_STUCK = 5.0
+# Seconds between two rounds of questions.
+_AGAIN = 0.5
+# Seconds of all of them, beside those in which a state comes.
+_LONGEST = 300.0
+# Seconds of them in which nobody answers: this worker is without a network.
+_UNREACHED = 30.0
+# Bytes that any state may have.
+_LEAST = 2**26
+# And so many times the model's: LBFGS keeps 200 tensors for each parameter.
+_TIMES = 256
 
 
-def open_doors(replica: R) -> R:
+def serve_joiners(replica: R) -> R:
     """Where faults are tolerated: processes can join from now on. One that joins itself gets its state here.
 
     Returns:
@@ -49,50 +58,52 @@ def open_doors(replica: R) -> R:
     monitor, transport = replica.monitor, replica.everyone
     if monitor is None:
         return replica
-    host = Host(replica, monitor)
-    replica.listeners += [host, _Healer(replica, monitor)]
+    server = StateServer(replica, monitor)
+    replica.listeners += [server, _Healer(replica, monitor)]
     if isinstance(transport, NewcomerTransport):
-        newcomer = _Newcomer(replica, monitor, transport)
+        joiner = _Joiner(replica, monitor, transport)
         try:
-            newcomer.fetch()
+            joiner.fetch()
         except BaseException:
             replica.close()
             raise
-        replica.before_first_round = newcomer.enter
-    # The transport's thread must not keep a replica alive that nobody uses any more.
-    serve = weakref.WeakMethod(host.serve)
+        replica.before_first_round = joiner.enter
+    # The thread that answers must not keep a replica alive that nobody uses any more.
+    answer = weakref.WeakMethod(server.answer)
 
-    def host_guest(stream: Stream) -> None:
-        with stream:
-            if (found := serve()) is not None:
-                found(stream)
+    def serve(rank: int, incarnation: int, request: bytes) -> bytes:
+        return b"" if (found := answer()) is None else found(rank, incarnation, request)
 
-    monitor.neighbours.welcome(host_guest)
+    monitor.neighbours.serve(serve)
     return replica
 
 
-class _Newcomer:
+class _Joiner:
     def __init__(self, replica: Replica, monitor: MembershipMonitor, transport: NewcomerTransport) -> None:
         self._replica, self._monitor, self._transport = replica, monitor, transport
 
     def fetch(self) -> None:
         """Gets the state of a member."""
         monitor = self._monitor
-        rank, state = _fetch_state(self._replica, monitor, monitor.newest_members)
+        rank, state = _fetch_state(self._replica, monitor, self._members)
         _log.info("worker %d has the state of worker %d", self._transport.rank, rank)
         self._replica.engine.count_buckets_from(state["first_bucket"])
         put_back(self._replica, state["snapshot"])
         assert monitor.epochs is not None
         monitor.epochs.learn(state["epoch"])
 
+    def _members(self) -> dict[int, int]:
+        found = self._monitor.newest_members()
+        self._transport.meet(found)
+        return found
+
     def enter(self) -> None:
         """Becomes a member, and continues in the first round of the epoch."""
         replica, transport, monitor = self._replica, self._transport, self._monitor
         own, incarnation = transport.rank, transport.incarnation
 
-        def seat(stream: Stream, seconds: float) -> tuple[Epoch, dict[str, Any]]:
-            say(stream, {"seat": own, "incarnation": incarnation})
-            answer = hear_answer(stream, seconds)
+        def seat(donor: Donor, seconds: float) -> tuple[Epoch, dict[str, Any]]:
+            answer, _ = donor.get({"want": "seat"}, seconds)
             epoch = Epoch.read(answer["epoch"], answer["text"])
             if epoch.incarnations.get(own) != incarnation or own not in epoch.members:
                 raise PeerLostError(f"another process has taken the place of worker {own}: end this one.")
@@ -100,7 +111,7 @@ class _Newcomer:
 
         # The epoch waits for workers that have been silent for less than ``dead_after``, and some may fall silent meanwhile.
         patience = _STUCK + 2 * monitor.faults.dead_after
-        _, (epoch, answer) = _ask(monitor, transport, monitor.newest_members, "a seat", seat, patience=patience)
+        _, (epoch, answer) = _ask(monitor, transport, self._members, "a seat", seat, patience=patience)
         if answer["first_bucket"] != replica.engine.first_bucket:  # the others have loaded another state in the meantime
             self.fetch()
         fetched = replica.engine.round
@@ -132,7 +143,7 @@ class _Healer(Listener):
         self._tried, self._again = engine.round, now + _HEAL_AGAIN
         if self._last < 0 or engine.round >= self._last + _CALM:
             self._times = 0
-        if self._times >= _MOST_TIMES:  # it is the data, or the learning rate: the run ends with the error
+        if self._times >= _MOST_TIMES:
             return
         monitor = self._monitor
         try:
@@ -149,12 +160,11 @@ class _Healer(Listener):
 def _fetch_state(
     replica: Replica, monitor: MembershipMonitor, members: Callable[[], dict[int, int]], *, once: bool = False
 ) -> tuple[int, Any]:
-    """Gets the state of a member, as ``_ask`` does: one copy, whose parts may come over one connection after the other."""
+    """Gets the state of a member, as ``_ask`` does: one copy."""
     partial = PartialState(_LEAST + _TIMES * sum(tensor_sizes(replica.model)))
 
-    def get(stream: Stream, seconds: float) -> Any:
-        say(stream, partial.request)
-        return receive_state(stream, seconds, partial)
+    def get(donor: Donor, seconds: float) -> Any:
+        return pull(donor, partial, seconds)
 
     return _ask(monitor, replica.everyone, members, "its state", get, once=once, partial=partial)
 
@@ -164,7 +174,7 @@ def _ask(
     transport: Transport,
     members: Callable[[], dict[int, int]],
     what: str,
-    get: Callable[[Stream, float], T],
+    get: Callable[[Donor, float], T],
     *,
     patience: float = _STUCK,
     once: bool = False,
@@ -172,12 +182,12 @@ def _ask(
 ) -> tuple[int, T]:
     """Asks one member after the other. Returns the rank of the first that gives it, and what ``get`` returns.
 
-    A member whose connection breaks after a part has come is asked again at once. If it is stuck, or out of reach, it is asked
-    once more when another one has been reached: this worker may have been without a network.
+    The one that has given a part is asked first again when all others have been asked in vain: this worker may have been
+    without a network.
 
     Args:
         members: returns the incarnations of those that can be asked, by rank.
-        get: asks over the connection. Called with it, and the seconds in which an answer must come.
+        get: asks a member. Called with it, and the seconds in which an answer must come.
         what: is asked for, in messages.
         patience: seconds after which the next one is asked, though this one gives signs of life; at first.
         once: each member only once, and for ``_STUCK`` seconds in all.
@@ -187,40 +197,29 @@ def _ask(
         PeerLostError: no member gives it.
     """
     partial = PartialState() if partial is None else partial
-    donor: tuple[int, int] | None = None  # the member whose copy ``partial`` is
+    source: tuple[int, int] | None = None  # the member whose copy ``partial`` is
     reasons: dict[int, str] = {}
     began = reached = time.monotonic()
     # And the seconds in which ``partial`` came. Others may wait in a call for a member that asks.
     deadline = began + min(transport.timeout, _STUCK if once else _LONGEST)
     while (left := min(deadline + partial.seconds, reached + _UNREACHED) - time.monotonic()) > 0:
         others = list(members().items())
-        waiting, reachable = random.sample(others, len(others)), None
-        while waiting:
-            rank, incarnation = member = waiting.pop()
-            copy, filled = partial.copy, partial.filled
+        for member in sorted(random.sample(others, len(others)), key=lambda member: member != source):
+            rank, name = member[0], partial.name
+            donor = Donor(functools.partial(monitor.neighbours.ask, *member), _STUCK)
             try:
-                with monitor.neighbours.visit(rank, incarnation) as stream:
-                    reached = time.monotonic()
-                    if copy is not None and donor in others and member not in (donor, reachable):
-                        waiting += [member, donor]
-                        reachable = member
-                        continue
-                    stream.settimeout(_STUCK)
-                    return rank, get(stream, min(patience, left))
+                return rank, get(donor, min(patience, left))
             except PeerLostError:
                 raise
             except (OSError, RuntimeError, CheckpointError) as error:
                 _log.info("worker %d does not give %s: %s", rank, what, error)
                 reasons[rank] = str(error)
+                if donor.answered:
+                    reached = time.monotonic()
                 if isinstance(error, NotYetError) and not once:  # its step is long
-                    reached = time.monotonic()
                     deadline = max(deadline, min(reached + _LONGEST, began + transport.timeout))
-                if partial.copy != copy:
-                    donor = member
-                if partial.filled > filled and copy in (None, partial.copy):
-                    reached = time.monotonic()
-                    if not isinstance(error, TimeoutError):
-                        waiting.append(member)
+                if partial.name != name:
+                    source = member
         if once:
             break
         time.sleep(_AGAIN)

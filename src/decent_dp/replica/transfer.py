@@ -1,119 +1,94 @@
-"""Messages and the state of a replica over a connection of their own, which blocks.
+"""The state of a replica in chunks that another worker asks for, and the messages of its requests and their answers.
 
-A message is its length (8 bytes, little-endian), and JSON. ``null`` says that the sender lives and needs more time. A state is
-a message with the tree and the tensors of ``decent_dp.serialization`` (its header), the bytes of the tensors in that order, and
-the SHA-256 of all of it. Nothing is executed at the receiver.
-
-If the connection breaks, the receiver names the copy in another one, and how many bytes of tensors it has. It gets the same
-header again, the bytes that are missing, and the SHA-256. Another header says that it is another copy, from its first byte on.
-The receiver says when it has all of it.
+A message is a line of JSON, and bytes. An answer with ``wait`` says that the worker lives and needs more time. A state is the
+tree and the list of its tensors of ``decent_dp.serialization`` (its header, JSON), and the bytes of the tensors in that order.
+A chunk comes with its place (the name of the copy, its size, that of the header, where the chunk begins), and the SHA-256 of
+that and its bytes. A damaged one is asked for again. Nothing is executed at the receiver.
 """
 
 from __future__ import annotations
 
-import contextlib
+import bisect
 import hashlib
+import itertools
 import json
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from decent_dp.serialization import decode, read_json
-from decent_dp.transport.neighbours import Stream
 
-__all__ = ["NotYetError", "PartialState", "StateCopy", "hear", "hear_answer", "receive_state", "say", "send_state"]
+__all__ = ["Donor", "NotYetError", "PartialState", "StateCopy", "pack_message", "pull", "unpack_message"]
 
-# Bytes of the largest message without and with a tree, and of a part of a tensor that is sent or received at once: one must be
-# sent within the socket's timeout. The SHA-256 is remembered every so many bytes: hashing GBs again takes longer than receivers
-# wait.
-_LARGEST, _LARGEST_TREE, _PART, _REMEMBERED = 2**20, 2**30, 2**18, 2**26
+# Bytes of a chunk: exchanges over the same link wait behind it.
+_CHUNK = 2**17
+# Chunks that are asked for and have not come: while one is on its way the donor reads the next ones.
+_AHEAD = 4
+# Damaged chunks in a row from which on the link, or the donor, is to blame.
+_MOST_DAMAGED = 8
+# Bytes of the largest header.
+_LARGEST_HEADER = 2**30
+# Seconds between two requests to a donor that needs more time.
+_PAUSE = 0.1
 
 
 class NotYetError(TimeoutError):
-    """The other end lives, and needs more time than there was."""
+    """The other worker lives, and needs more time than there was."""
 
 
-def say(stream: Stream, message: Any) -> None:
-    """Sends a message (JSON)."""
-    text = json.dumps(message).encode()
-    stream.sendall(len(text).to_bytes(8, "little") + text)
+def pack_message(head: Mapping[str, Any], data: bytes = b"") -> bytes:
+    return json.dumps(head).encode() + b"\n" + data
 
 
-def hear(stream: Stream, largest: int = _LARGEST) -> Any:
-    """The next message: a dict, or None.
+def unpack_message(message: bytes) -> tuple[dict[str, Any], memoryview]:
+    """The head and the bytes.
 
     Raises:
-        ConnectionError: the other end has closed the connection, or sent no message.
-        TimeoutError: nothing came within the socket's timeout.
+        ConnectionError: it is no message.
     """
-    size = int.from_bytes(_receive(stream, 8), "little")
-    if size > largest:
-        raise ConnectionError(f"a message of {size} bytes, where {largest} are allowed")
+    end = message.find(b"\n")
     try:
-        message = read_json(_receive(stream, size).decode())
+        head = read_json(message[: max(end, 0)].decode())
     except ValueError as error:
         raise ConnectionError(f"a message that is no JSON: {error}") from error
-    if message is not None and not isinstance(message, dict):
-        raise ConnectionError(f"a message that is no dict: {str(message)[:100]}")
-    return message
-
-
-def hear_answer(stream: Stream, seconds: float, largest: int = _LARGEST) -> Any:
-    """The first message that is not ``null``.
-
-    Raises:
-        ConnectionError: as of ``hear``, or the other end has refused.
-        NotYetError: there is none within so many seconds.
-    """
-    deadline, answer = time.monotonic() + seconds, None
-    while answer is None:
-        if time.monotonic() > deadline:
-            raise NotYetError(f"it has not answered within {seconds:g} s")
-        answer = hear(stream, largest)
-    if "refused" in answer:
-        raise ConnectionError(answer["refused"])
-    return answer
+    if not isinstance(head, dict):
+        raise ConnectionError(f"a message that is no dict: {str(head)[:100]}")
+    return head, memoryview(message)[end + 1 :]
 
 
 class StateCopy:
-    """A state that is sent, over one connection or several. It does not change.
+    """A state that is given to others. It does not change.
 
     Attributes:
         name: a random one. Nobody else has a copy with this name.
-        header: the message before the tensors.
-        tensors: contiguous, on the CPU.
-        size: bytes of the tensors.
-        digests: numbers of bytes of the tensors, and the SHA-256 up to there. Any thread that sends appends to them.
+        size: bytes of the header and the tensors.
     """
 
     def __init__(self, text: str, tensors: Mapping[str, Tensor]) -> None:
         """``text``, ``tensors``: as ``encode`` returns them; the tensors contiguous and on the CPU."""
         self.name = secrets.token_hex(16)
         entries = [[key, str(t.dtype).removeprefix("torch."), list(t.shape)] for key, t in tensors.items()]
-        self.header = {"copy": self.name, "tree": text, "tensors": entries}
-        self.tensors = list(tensors.values())
-        self.size = sum(tensor.nbytes for tensor in self.tensors)
-        self.digests = [(0, _hash_of(self.header))]
+        header = json.dumps({"tree": text, "tensors": entries}).encode()
+        self._parts = [memoryview(header), *(_bytes_of(tensor) for tensor in tensors.values() if tensor.nbytes)]
+        self._begins = list(itertools.accumulate(map(len, self._parts), initial=0))
+        self.size = self._begins[-1]
 
-
-def send_state(stream: Stream, copy: StateCopy, begin: int = 0) -> None:
-    """Sends a state, without the first ``begin`` bytes of its tensors."""
-    say(stream, copy.header)
-    known, digest = max((found for found in copy.digests if found[0] <= begin), key=lambda found: found[0])
-    digest, position = digest.copy(), known
-    for part in _parts(copy.tensors, position):
-        digest.update(part)
-        if begin < position + len(part):
-            stream.sendall(part[max(begin - position, 0) :])
-        position += len(part)
-        if position >= known + _REMEMBERED:
-            copy.digests.append((position, digest.copy()))
-            known = position
-    stream.sendall(digest.digest())
+    def chunk(self, begin: int) -> bytes:
+        """The answer to a request for the bytes from ``begin`` on."""
+        data, end = bytearray(), min(begin + _CHUNK, self.size)
+        part = bisect.bisect_right(self._begins, begin) - 1
+        while (at := begin + len(data)) < end:
+            data += self._parts[part][at - self._begins[part] : end - self._begins[part]]
+            part += 1
+        place = [self.name, self.size, len(self._parts[0]), begin]
+        return pack_message({"place": place, "sha256": _digest(place, data)}, bytes(data))
 
 
 class PartialState:
@@ -123,91 +98,176 @@ class PartialState:
         most: the bytes that its tensors may have.
 
     Attributes:
-        filled: bytes of its tensors.
+        name: the donor's for its copy; None before it has begun.
+        filled, size: bytes of it that have come, and that there are.
         seconds: in which they came.
     """
 
-    def __init__(self, most: int = _LARGEST_TREE) -> None:
+    def __init__(self, most: int = _LARGEST_HEADER) -> None:
         self._most = most
         self.clear()
 
     def clear(self) -> None:
         """Forgets it."""
-        self.header: Any = None
-        self.tensors: dict[str, Tensor] = {}
-        self.filled, self.seconds = 0, 0.0
+        self.name: str | None = None
+        self._header: Any = None
+        self._tensors: dict[str, Tensor] = {}
+        # Where the next bytes go, the last first.
+        self._space: list[memoryview] = []
+        self.filled = self.size = 0
+        self.seconds = 0.0
 
-    @property
-    def copy(self) -> str | None:
-        """The sender's name for it; None before it has begun."""
-        return None if self.header is None else str(self.header["copy"])
+    def begin(self, name: str, size: int, header: int) -> None:
+        """Another copy begins. ``header``: bytes of its header."""
+        self.clear()
+        if not 0 < header <= min(size, _LARGEST_HEADER):
+            raise ConnectionError(f"no state can begin with a header of {header} bytes")
+        self._raw = bytearray(header)
+        self.name, self.size, self._space = name, size, [memoryview(self._raw)]
 
-    @property
-    def request(self) -> dict[str, Any]:
-        """Asks for what is missing."""
-        return {"want": "state", "copy": self.copy, "from": self.filled}
-
-    def begin(self, header: Any) -> None:
-        """Another copy begins.
+    def add(self, data: memoryview) -> None:
+        """The next bytes have come.
 
         Raises:
-            ConnectionError: it is no header, or this process has not the memory.
+            ConnectionError: they are not those of a state, or this process has not the memory.
         """
-        self.clear()
+        self.filled += len(data)
+        while data:
+            if not self._space:
+                raise ConnectionError(f"a state of more than the {self.size} bytes that it was to have")
+            space = self._space.pop()
+            count = min(len(data), len(space))
+            space[:count] = data[:count]
+            data = data[count:]
+            if count < len(space):
+                self._space.append(space[count:])
+            elif self._header is None:
+                self._begin_tensors()
+
+    def _begin_tensors(self) -> None:
         try:
+            self._header = header = read_json(self._raw.decode())
             blank = {key: _blank(name, shape) for key, name, shape in header["tensors"]}
             if (size := sum(tensor.nbytes for tensor in blank.values())) > self._most:
                 raise ValueError(f"its tensors have {size} bytes, and {self._most} are allowed for this model")
-            tensors = {key: torch.empty_like(tensor, device="cpu") for key, tensor in blank.items()}
-            _ = header["tree"], header["copy"]
+            if size != self.size - len(self._raw):
+                raise ValueError(f"its tensors have {size} bytes, and {self.size - len(self._raw)} are to come")
+            self._tensors = {key: torch.empty_like(tensor, device="cpu") for key, tensor in blank.items()}
+            _ = header["tree"]
         except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            self.clear()
             raise ConnectionError(f"no state can begin like this: {error}") from error
-        self.header, self.tensors, self.digest = header, tensors, _hash_of(header)
+        self._space = [_bytes_of(tensor) for tensor in reversed(self._tensors.values()) if tensor.nbytes]
 
-    def fill(self, stream: Stream) -> None:
-        """Receives the bytes that are missing."""
-        before = time.monotonic()
-        for part in _parts(self.tensors.values(), self.filled):
-            while part:
-                count = stream.recv_into(part)
-                if not count:
-                    raise ConnectionError("the other end has closed the connection")
-                self.digest.update(part[:count])
-                self.filled, part = self.filled + count, part[count:]
-                now = time.monotonic()
-                self.seconds, before = self.seconds + now - before, now
+    def take(self) -> Any:
+        """The tree of the whole state, which is forgotten here. Raises CheckpointError if it is none."""
+        header, tensors = self._header, self._tensors
+        self.clear()
+        return decode(header["tree"], lambda key: tensors[key])
 
 
-def receive_state(stream: Stream, seconds: float, partial: PartialState | None = None) -> Any:
-    """The tree that the other end sends.
+class Donor:
+    """Another worker that is asked.
 
     Args:
-        seconds: until it begins.
-        partial: has what has come of it before, and keeps what comes if the connection breaks. If the other end sends another
-            state, this one replaces it.
+        ask: sends it a request (``Neighbours.ask``).
+        stuck: seconds without an answer after which it is given up.
+
+    Attributes:
+        answered: whether it has answered anything.
+    """
+
+    def __init__(self, ask: Callable[[bytes], Future[bytes]], stuck: float) -> None:
+        self._ask, self._stuck = ask, stuck
+        self.answered = False
+
+    def ask(self, request: Mapping[str, Any]) -> Future[bytes]:
+        return self._ask(pack_message(request))
+
+    def wait(self, answer: Future[bytes]) -> tuple[dict[str, Any], memoryview]:
+        """An answer.
+
+        Raises:
+            ConnectionError: the worker cannot be asked, or has refused.
+            TimeoutError: none has come.
+        """
+        if not futures.wait([answer], self._stuck).done:
+            raise TimeoutError(f"it has not answered for {self._stuck:g} s")
+        head, data = unpack_message(answer.result())
+        self.answered = True
+        if "refused" in head:
+            raise ConnectionError(str(head["refused"]))
+        return head, data
+
+    def get(self, request: Mapping[str, Any], seconds: float) -> tuple[dict[str, Any], memoryview]:
+        """The answer, once the worker has it.
+
+        Raises:
+            NotYetError: it has none within so many seconds.
+            ConnectionError, TimeoutError: as of ``wait``.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            head, data = self.wait(self.ask(request))
+            if "wait" not in head:
+                return head, data
+            if time.monotonic() > deadline:
+                raise NotYetError(f"it has not answered within {seconds:g} s: {str(head['wait'])[:200]}")
+            time.sleep(_PAUSE)
+
+
+def pull(donor: Donor, partial: PartialState, seconds: float) -> Any:
+    """The tree of a worker's state.
+
+    Args:
+        partial: has what has come of it before, and keeps what comes if the donor is lost. If this one has another copy, that
+            replaces it.
+        seconds: until the state begins.
 
     Raises:
-        ConnectionError: the other end has closed the connection or refused, or the state was damaged on the way.
-        TimeoutError: it has not begun in time, or made no progress within the socket's timeout.
+        ConnectionError, TimeoutError: as of ``Donor.get``, or the state is damaged on its way again and again.
         CheckpointError: it is no tree.
     """
-    partial = PartialState() if partial is None else partial
-    header = hear_answer(stream, seconds, _LARGEST_TREE)
-    if header != partial.header:
-        partial.begin(header)
-    partial.fill(stream)
-    digest = bytes(_receive(stream, partial.digest.digest_size))
-    tensors, intact = partial.tensors, digest == partial.digest.digest()
-    partial.clear()
-    if not intact:
-        raise ConnectionError("the state was damaged on the way: its SHA-256 is wrong")
-    with contextlib.suppress(OSError):  # then the other end keeps its copy for a while
-        say(stream, {"received": header["copy"]})
-    return decode(header["tree"], lambda key: tensors[key])
+
+    def request(begin: int) -> dict[str, Any]:
+        return {"want": "state", "copy": partial.name, "from": begin}
+
+    # The answers to come, of the chunks from ``partial.filled`` on.
+    asked: deque[Future[bytes]] = deque()
+    damaged, before = 0, time.monotonic()
+    while partial.name is None or partial.filled < partial.size:
+        head, data = donor.wait(asked.popleft()) if asked else donor.get(request(partial.filled), seconds)
+        if "wait" in head:  # it does not know the copy any more
+            asked.clear()
+            continue
+        try:
+            name, size, header, begin = head["place"]
+            is_intact = head["sha256"] == _digest(head["place"], data)
+            if is_intact and name != partial.name and begin == 0:
+                asked.clear()
+                partial.begin(name, size, header)
+                before = time.monotonic()
+        except (LookupError, TypeError, ValueError) as error:
+            raise ConnectionError(f"no chunk of a state: {error}") from error
+        if is_intact and (name, begin) == (partial.name, partial.filled) and data:
+            partial.add(data)
+            damaged, now = 0, time.monotonic()
+            partial.seconds, before = partial.seconds + now - before, now
+        else:
+            damaged += 1
+            if damaged > _MOST_DAMAGED:
+                raise ConnectionError("the state is damaged on the way: the SHA-256 of a chunk is wrong")
+            asked.appendleft(donor.ask(request(partial.filled)))
+        while len(asked) < _AHEAD and (following := partial.filled + len(asked) * _CHUNK) < partial.size:
+            asked.append(donor.ask(request(following)))
+    donor.ask(request(partial.size))  # all of it has come: the donor may drop its copy
+    return partial.take()
 
 
-def _hash_of(header: Any) -> Any:
-    return hashlib.sha256(json.dumps(header).encode())
+def _digest(place: list[Any], data: bytearray | memoryview) -> str:
+    digest = hashlib.sha256(json.dumps(place).encode())
+    digest.update(data)
+    return digest.hexdigest()
 
 
 def _blank(name: str, shape: list[int]) -> Tensor:
@@ -218,22 +278,6 @@ def _blank(name: str, shape: list[int]) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _parts(tensors: Iterable[Tensor], begin: int) -> Iterator[memoryview]:
-    """The bytes of ``tensors`` from byte ``begin`` on, in parts."""
-    for tensor in tensors:
-        array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-        view = memoryview(array)
-        for start in range(begin, len(view), _PART):
-            yield view[start : start + _PART]
-        begin = max(begin - len(view), 0)
-
-
-def _receive(stream: Stream, size: int) -> bytearray:
-    found = bytearray(size)
-    view = memoryview(found)
-    while view:
-        count = stream.recv_into(view)
-        if not count:
-            raise ConnectionError("the other end has closed the connection")
-        view = view[count:]
-    return found
+def _bytes_of(tensor: Tensor) -> memoryview:
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)

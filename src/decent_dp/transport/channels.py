@@ -6,13 +6,14 @@ import math
 import statistics
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import zmq
 
 from decent_dp.transport.hello import CONTROL
 from decent_dp.transport.link import Key, LinkState, Pair, Priority, Receiving, Sending
-from decent_dp.transport.messages import Header
+from decent_dp.transport.messages import STATE, Header, pack
 from decent_dp.transport.repeats import Repeats
 from decent_dp.transport.sockets import Socket
 from decent_dp.transport.votes import Verdict, Votes
@@ -219,6 +220,8 @@ class Link:
             its exchanges move.
         round: the latest round in which the peer is known to be; ``epoch``: the newest that it is known to know.
         start: the first round of a peer that has joined.
+        joining: the control and bulk connection while the state is JOINING; ``control`` and ``bulk`` are None then.
+        questions: requests that the peer has not answered, by number, and their answers to come.
         votes, pairs: of the exchanges with the peer, and the open ones by bucket.
         hints: by bucket: the last one sent, and its key, to be sent again on a new connection.
         refused: nobody listens at the peer's address, since the connection was lost.
@@ -231,6 +234,8 @@ class Link:
         self.peer, self.network = peer, network
         self.control: Channel | None = None
         self.bulk: Channel | None = None
+        self.joining: tuple[Channel, Channel] | None = None
+        self.questions: dict[int, tuple[bytes, Future[bytes]]] = {}
         self.outstanding, self.coming = 0, Rate()
         self.latency = 0.0
         self.asked: float | None = None
@@ -255,6 +260,17 @@ class Link:
         self._break, self._left_out, self._late_round, self._resting = 0, 0, -1, -1
         self.sendings: dict[Key, Sending] = {}
         self.receivings: dict[Key, Receiving] = {}
+
+    @property
+    def channels(self) -> tuple[Channel, ...]:
+        """Its control and bulk connection; empty while there are none."""
+        if self.control is not None and self.bulk is not None:
+            return self.control, self.bulk
+        return self.joining or ()
+
+    @property
+    def is_connected(self) -> bool:
+        return self.state in (LinkState.OPEN, LinkState.JOINING)
 
     @property
     def why_lost(self) -> BaseException:
@@ -287,6 +303,21 @@ class Link:
         self.round = self.start = self._late_round = self._resting = self._waited_in = -1
         self._left_out = 0
         self.hints.clear()
+
+    # -- requests ---------------------------------------------------------------------------------------------------------
+
+    def ask_again(self, bulk: Channel) -> None:
+        """Sends what is not answered over a new connection."""
+        for number, (request, answer) in self.questions.items():
+            if not answer.done():
+                bulk.send(pack(STATE, (number, 0, 0)), request)
+
+    def fail_questions(self) -> None:
+        """The peer cannot be asked any more, or at all."""
+        questions, self.questions = self.questions, {}
+        for _, answer in questions.values():
+            if not answer.done():
+                answer.set_exception(ConnectionError(f"worker {self.peer} cannot be asked: {self.why_lost}"))
 
     # -- the pace of messages ---------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -27,8 +27,10 @@ __all__ = ["Attempt", "Dialler", "End", "Target"]
 
 _log = logging.getLogger(__name__)
 
-# Seconds between two tries: few at first, as the sockets of a process that is killed do not all close at once.
-_FIRST, _LAST = 0.02, 0.5
+# Seconds between two tries at first: few, as the sockets of a process that is killed do not all close at once.
+_FIRST = 0.02
+# And at most.
+_LAST = 0.5
 # Of two workers that want a connection one dials at once. Seconds until the other one dials, too: it may be the one that gets
 # through, where a firewall is between them.
 _OTHER_FIRST = 0.5
@@ -74,16 +76,12 @@ class Attempt:
 
     Attributes:
         deadline: on the monotonic clock.
-        opened: called with the other worker's identity and the channels.
-        failed: called with the error.
         ends: one for each connection.
     """
 
     peer: int
     target: Target
     deadline: float
-    opened: Callable[[Identity, list[Channel]], None]
-    failed: Callable[[Exception], None]
     ends: list[End] = field(default_factory=list)
     over: bool = False
 
@@ -135,7 +133,6 @@ class Dialler:
         self._pauses: dict[int, float] = {}
         self._wanted_at: dict[int, float] = {}
         self._attempts: dict[int, Attempt] = {}
-        self._visits: list[Attempt] = []
 
     def want(self, peer: int) -> None:
         """A connection is needed. It is tried until it is there, or the peer is gone."""
@@ -146,21 +143,22 @@ class Dialler:
     def look(self) -> float:
         """Dials whom it is time to dial. Returns when to look again, on the monotonic clock; infinite: when something comes."""
         now = time.monotonic()
-        for attempt in [*self._attempts.values(), *self._visits]:
+        for attempt in list(self._attempts.values()):
             if now >= attempt.deadline:
                 where = f" at {attempt.target.where}" if attempt.target.where else ""
                 ports = [end for end in attempt.ends if end.challenged]
                 why = "only one of its two ports does: see the firewall (DECENT_DP_PORTS)" if ports else "it may be stopped"
                 self._end(attempt, GreetingError(f"worker {attempt.peer} has not answered{where} in time, {why}"))
         for peer, due in list(self._due.items()):
-            if self._flow.link(peer).state in (LinkState.OPEN, LinkState.GONE):
+            link = self._flow.link(peer)
+            if link.is_connected or link.state is LinkState.GONE:
                 self._forget(peer)
             elif now >= due:
                 self._due[peer] = math.inf
                 # A thread for each, as one that cannot be reached takes long.
                 if not start_thread(partial(self._look_up, peer), "decent_dp-dial", self._on_error):
                     self._try_again(peer)
-        deadlines = (attempt.deadline for attempt in [*self._attempts.values(), *self._visits])
+        deadlines = (attempt.deadline for attempt in self._attempts.values())
         return min([*self._due.values(), *deadlines], default=math.inf)
 
     def _forget(self, peer: int) -> None:
@@ -181,35 +179,27 @@ class Dialler:
 
     def _dial(self, peer: int, incarnation: int, target: Target) -> None:
         link = self._flow.link(peer)
-        if link.state in (LinkState.OPEN, LinkState.GONE) or link.incarnation != incarnation:
+        if link.is_connected or link.state is LinkState.GONE or link.incarnation != incarnation:
             self._try_again(peer)
             return
         if link.state is LinkState.BROKEN and not self._goes_first(peer) and time.monotonic() < link.since + _OTHER_FIRST:
             self._try_again(peer)  # the peer still listens, and dials; if its process ends, that is noticed at once
             return
-        attempt = Attempt(
-            peer, target, time.monotonic() + self._timeout, partial(self._connected, peer), partial(self._failed, peer)
-        )
-        self._attempts[peer] = attempt
-        self._start(attempt, self._identity, (CONTROL, BULK))
+        self._attempts[peer] = Attempt(peer, target, time.monotonic() + self._timeout)
+        self._start(self._attempts[peer])
 
-    def visit(self, attempt: Attempt, identity: Identity, plane: int) -> None:
-        """Connects a process that is no worker yet."""
-        self._visits.append(attempt)
-        self._start(attempt, identity, (plane,))
-
-    def _start(self, attempt: Attempt, identity: Identity, planes: Sequence[int]) -> None:
+    def _start(self, attempt: Attempt) -> None:
         name = secrets.token_bytes(16)  # never twice: of two connections with one routing id the second is ignored
         curve = self._curve if attempt.target.key else None
         keys = self._curve.public + attempt.target.key if curve else b""
         try:
-            for plane in planes:
+            for plane in (CONTROL, BULK):
                 # Heartbeats wait behind data of their connection: they go where there are none.
                 beats = plane == CONTROL
                 endpoint = attempt.target.control if beats else attempt.target.bulk
                 socket = self._sockets.dial(endpoint, name + bytes([plane]), curve, attempt.target.key, beats=beats)
                 channel = Channel(socket, plane)
-                end = End(channel, Dialled(identity, self._secret, attempt.peer, plane, name, keys), attempt)
+                end = End(channel, Dialled(self._identity, self._secret, attempt.peer, plane, name, keys), attempt)
                 attempt.ends.append(end)
                 self._poll.watch(socket, end)
         except OSError as error:
@@ -257,15 +247,13 @@ class Dialler:
             return
         self._over(attempt)
         channels = [end.channel for end in attempt.ends]
-        attempt.opened(identity, channels)
+        self._connected(attempt.peer, identity, channels)
         for channel in channels:
             if not channel.socket.zmq.closed:
                 self._poll.resume(channel.socket, channel)
 
     def _over(self, attempt: Attempt) -> None:
         attempt.over = True
-        if attempt in self._visits:
-            self._visits.remove(attempt)
         if self._attempts.get(attempt.peer) is attempt:
             del self._attempts[attempt.peer]
 
@@ -276,7 +264,7 @@ class Dialler:
         for end in attempt.ends:
             self._poll.forget(end.channel.socket)
         if error is not None:
-            attempt.failed(error)
+            self._failed(attempt.peer, error)
 
     def cancel(self, peer: int) -> None:
         """Ends the attempt: the peer has opened a connection itself."""
@@ -288,7 +276,7 @@ class Dialler:
         return peer in self._attempts and all(end.challenged for end in self._attempts[peer].ends)
 
     def close(self) -> None:
-        for attempt in [*self._attempts.values(), *self._visits]:
+        for attempt in list(self._attempts.values()):
             self._end(attempt, ConnectionError("the transport was closed"))
 
     # -- the outcome ------------------------------------------------------------------------------------------------------
@@ -297,11 +285,13 @@ class Dialler:
         link = self._flow.link(peer)
         self._due[peer] = time.monotonic() + _LAST  # if this one is lost at once
         is_same = link.uid in (b"", other.uid) and link.incarnation == other.incarnation
-        if link.state in (LinkState.OPEN, LinkState.GONE) or not is_same:
+        if link.is_connected or link.state is LinkState.GONE or not is_same:
             for channel in channels:
                 self._poll.forget(channel.socket)
             return
-        self._flow.open(link, other.uid, *channels)
+        # A process that has joined, or wants to, may be no member for the other one yet.
+        open_ = self._flow.open_joining if self._identity.incarnation else self._flow.open
+        open_(link, other.uid, *channels)
 
     def _try_again(self, peer: int) -> None:
         self._pauses[peer] = min(2 * self._pauses.get(peer, _FIRST / 2), _LAST)
@@ -312,10 +302,12 @@ class Dialler:
         self._flow.replaced |= isinstance(error, ReplacedError)
         _log.debug("worker %d cannot be reached: %s", peer, error)
         self._try_again(peer)
-        if link.state is LinkState.OPEN or isinstance(error, CrossingError):
+        if link.is_connected or isinstance(error, CrossingError):
             return
         link.lost = error if isinstance(error, OSError) else ConnectionError(str(error))
         is_refused = isinstance(error, UnreachableError) and error.is_refused
+        if not link.uid or is_refused or isinstance(error, ReplacedError):  # else it is made again soon
+            link.fail_questions()
         is_greeting = isinstance(error, (GreetingError, TimeoutError))
         if is_refused and link.network.local:
             self._flow.give_up(link, "nobody listens at its address")

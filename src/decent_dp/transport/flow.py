@@ -85,6 +85,7 @@ class Flow:
         replaced: another process is this worker by now.
         dropped: messages that came and were not asked for.
         settlement: of the exchanges with verdicts.
+        joiners: links of processes that are no members yet, by rank and incarnation.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Flow:
         self._networks = {local: Network(local) for local in (True, False)}
         self._order = itertools.count()
         self.links: dict[int, Link] = {}
+        self.joiners: dict[tuple[int, int], Link] = {}
         self.dead_after = dead_after
         self.round, self.first_bucket, self.paused, self.epoch = -1, 0, False, 0
         self.reconnects = self.dropped = 0
@@ -115,14 +117,10 @@ class Flow:
 
     def open(self, link: Link, uid: bytes, control: Channel, bulk: Channel) -> None:
         """Uses connections to a process of the peer, which has proven who it is."""
-        link.control, link.bulk = control, bulk
-        control.link = bulk.link = link
-        link.enter(LinkState.OPEN)
-        link.heard, link.refused = link.since, False
+        self.reconnects += bool(link.uid) and link.state is not LinkState.JOINING
+        self._use(link, LinkState.OPEN, uid, control, bulk)
+        link.control, link.bulk, link.joining = control, bulk, None
         link.coming, link.latency = Rate(), 0.0  # it may take another, slower route
-        self.reconnects += bool(link.uid)
-        link.lost = None
-        link.uid = uid
         self.settlement.repeat(link)
         for key, hint in link.hints.values():
             control.send(pack(START, key), hint)
@@ -134,6 +132,28 @@ class Flow:
             self.queue(sending)
         self._on_open(link.peer)
 
+    def open_joining(self, link: Link, uid: bytes, control: Channel, bulk: Channel) -> None:
+        """Uses connections between two processes of which one is no member for the other yet."""
+        self.reconnects += bool(link.uid)
+        link.joining = control, bulk
+        self._use(link, LinkState.JOINING, uid, control, bulk)
+
+    def _use(self, link: Link, state: LinkState, uid: bytes, control: Channel, bulk: Channel) -> None:
+        control.link = bulk.link = link
+        was_joining = link.state is LinkState.JOINING
+        link.enter(state)
+        link.heard, link.refused, link.lost, link.uid = link.since, False, None, uid
+        if not was_joining:
+            link.ask_again(bulk)
+
+    def let_join(self, peer: int, incarnation: int, uid: bytes, control: Channel, bulk: Channel) -> None:
+        """A process that is no member has connected."""
+        if (before := self.joiners.get((peer, incarnation))) is not None:
+            self.lose(before, "replaced by the peer")
+        link = self.joiners[peer, incarnation] = Link(peer, self._networks[peer in self._local])
+        link.incarnation = incarnation
+        self.open_joining(link, uid, control, bulk)
+
     def renew(self, peer: int, incarnation: int, start: int) -> None:
         """Another process is this peer now, from round ``start`` on. It counts as one that was connected just now."""
         self.give_up(self.link(peer), "another process has taken its place")
@@ -142,6 +162,12 @@ class Flow:
         link.enter(LinkState.BROKEN)
         link.heard = link.since
         self.links[peer] = link
+
+    def take_joiner(self, peer: int) -> None:
+        """The connection with which this process has joined becomes that of the member, if there is one."""
+        joiner = self.joiners.pop((peer, self.links[peer].incarnation), None)
+        if joiner is not None and joiner.joining is not None:
+            self.open(self.links[peer], joiner.uid, *joiner.joining)
 
     @property
     def waiting(self) -> bool:
@@ -493,9 +519,10 @@ class Flow:
 
     def lose(self, link: Link, reason: str, error: ConnectionError | None = None) -> None:
         """The connection was lost. It is made again, and pairs go on; the messages of groups fail."""
-        if link.state is LinkState.OPEN:
+        if link.is_connected:
             self._let_go(link)
             link.enter(LinkState.BROKEN)
+            self.joiners = {of: joiner for of, joiner in self.joiners.items() if joiner is not link}
             link.lost = error or ConnectionError(reason)
             self._fail_messages(link, link.lost)
             # Its heartbeats have come until then, whatever its interpreter did.
@@ -520,7 +547,7 @@ class Flow:
     def _let_go(self, link: Link) -> None:
         """Closes the connections. What has arrived of messages is kept for the next ones."""
         self._hang_up(link)
-        link.control = link.bulk = None
+        link.control = link.bulk = link.joining = None
         for receiving in link.receivings.values():
             self._want_nothing(link, receiving)
             receiving.granted, receiving.offered = receiving.received, False
@@ -542,6 +569,7 @@ class Flow:
         """The peer counts as dead, though it may come back."""
         self._fail_messages(link, link.why_lost)
         self.settlement.expire(link)
+        link.fail_questions()
 
     def _fail_messages(self, link: Link, error: BaseException) -> None:
         for messages in (link.receivings, link.sendings):

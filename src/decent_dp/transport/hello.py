@@ -29,9 +29,7 @@ __all__ = [
     "BULK",
     "CONTROL",
     "CROSSING",
-    "GUEST",
     "REPLACED",
-    "VISIT",
     "CrossingError",
     "Dialled",
     "Identity",
@@ -40,11 +38,9 @@ __all__ = [
     "password",
 ]
 
-CONTROL, BULK, VISIT = range(3)
+CONTROL, BULK = range(2)
 # Reasons of refusals: one is for good, and with the other the listening worker's own connection will be used.
 REPLACED, CROSSING = "another process has taken its place", "it dials, too"
-# In place of a rank: a process that is no worker yet, and wants something else than exchanges.
-GUEST = 2**32 - 1
 
 _MAGIC = b"decentdp"
 _NONCE = 16
@@ -173,8 +169,7 @@ class Visitor:
         if len(hello) != _HELLO.size:
             raise ValueError("no hello")
         magic, version, rank, uid, incarnation, whom, self.plane, self.attempt, _ = _HELLO.unpack(hello)
-        is_odd = self.plane > VISIT or (self.plane == VISIT) != (rank == GUEST)
-        if magic != _MAGIC or (whom != identity.rank and version == VERSION) or is_odd:
+        if magic != _MAGIC or (whom != identity.rank and version == VERSION) or self.plane > BULK:
             raise ValueError("no hello")
         self.worker = Identity(identity.run_id, rank, uid, incarnation)
         self._said = identity.run_id + hello + nonce + keys

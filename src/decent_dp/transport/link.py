@@ -82,9 +82,10 @@ class Receiving(Message):
 class LinkState(enum.Enum):
     """The life of the connection to one peer."""
 
-    NEW = "there has been none yet"  # OPEN when one is made; GONE if no process listens there
+    NEW = "there has been none yet"  # OPEN or JOINING when one is made; GONE if no process listens there
+    JOINING = "one end is no member for the other yet: requests and answers alone"  # OPEN when it is; BROKEN when lost
     OPEN = "bytes can move"  # BROKEN or GONE when it is lost
-    BROKEN = "it was lost, and one of both makes it again"  # OPEN; GONE if no process listens there
+    BROKEN = "it was lost, and one of both makes it again"  # OPEN or JOINING; GONE if no process listens there
     GONE = "the peer has left, or its process has ended, or it sent what was not due"
 
 

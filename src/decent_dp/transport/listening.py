@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 
 from decent_dp.transport.channels import Channel
-from decent_dp.transport.hello import VISIT, Identity, Visitor
+from decent_dp.transport.hello import Identity, Visitor
 from decent_dp.transport.messages import HEADER_BYTES, HELLO, REFUSED, pack
 from decent_dp.transport.sockets import Event, Socket
 from decent_dp.transport.waiter import start_thread
@@ -25,15 +25,19 @@ _log = logging.getLogger(__name__)
 
 # Seconds in which a connection must have proven itself. On a full link a handshake takes some.
 _PROVEN = 10.0
-# At most: connections that have said hello and proven nothing, all that have proven nothing, keys that are looked up at once.
-_VISITORS, _STRANGERS, _LOOKUPS = 1024, 4096, 16
+# Connections that have said hello and proven nothing, at most: each has a nonce and a channel.
+_VISITORS = 1024
+# All connections that have proven nothing, at most: each has a descriptor.
+_STRANGERS = 4096
+# Keys that are looked up at once, at most: each look-up is a thread.
+_LOOKUPS = 16
 # The part of this process's descriptors that strangers may have: where none is left, libzmq 4.3.5 aborts the process when
 # somebody connects to a local socket.
 _THEIR_PART = 1 / 4
 
 
 @dataclass(eq=False)
-class _Guest:
+class _Greeting:
     """A connection that has said hello."""
 
     visitor: Visitor
@@ -48,7 +52,7 @@ class Doorman:
     Args:
         identity, secret: this worker's.
         admit: why a worker that has proven itself is refused; None: it is welcome.
-        opened: called with a worker that is welcome and its channels (control and bulk, or that of a visit).
+        opened: called with a worker that is welcome, and its control and bulk channel.
         authenticator: the socket of libzmq's authentication requests; None: there are local sockets alone.
         password: that of connections that are not encrypted.
         known: the public keys of workers, of 32 bytes each.
@@ -78,16 +82,16 @@ class Doorman:
         # Since when a connection is there that has proven nothing. By listener and descriptor, as one may be used anew before
         # the other listener's events are read.
         self._strangers: dict[tuple[Socket, int], float] = {}
-        self._guests: dict[bytes, _Guest] = {}
+        self._greetings: dict[bytes, _Greeting] = {}
         # By who dials and its attempt: what was proven of it.
-        self._halves: dict[tuple[Identity, bytes], list[_Guest]] = {}
+        self._halves: dict[tuple[Identity, bytes], list[_Greeting]] = {}
         self._lookups = 0
         self._warned = False
         self.dropped = 0
 
     @property
     def busy(self) -> bool:
-        return bool(self._strangers or self._guests)
+        return bool(self._strangers or self._greetings)
 
     def on_event(self, socket: Socket, event: Event) -> None:
         of = socket, event.descriptor
@@ -97,7 +101,7 @@ class Doorman:
                 self._turn_away(*next(iter(self._strangers)))
         elif event.kind == zmq.EVENT_DISCONNECTED:
             if self._strangers.pop(of, None) is not None:
-                self._forget([guest for guest in self._guests.values() if guest.channel.accepted == of])
+                self._forget([one for one in self._greetings.values() if one.channel.accepted == of])
         elif event.kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self._warn()
 
@@ -107,20 +111,20 @@ class Doorman:
         for (socket, descriptor), since in list(self._strangers.items()):
             if now - since > _PROVEN:
                 self._turn_away(socket, descriptor)
-        self._forget([guest for guest in self._guests.values() if now - guest.since > _PROVEN])
+        self._forget([greeting for greeting in self._greetings.values() if now - greeting.since > _PROVEN])
 
     def _turn_away(self, socket: Socket, descriptor: int) -> None:
         """Ends a connection that has not proven itself, if it is one."""
         if self._strangers.pop((socket, descriptor), None) is not None:
-            self._forget([guest for guest in self._guests.values() if guest.channel.accepted == (socket, descriptor)])
+            self._forget([one for one in self._greetings.values() if one.channel.accepted == (socket, descriptor)])
             socket.hang_up(descriptor)
             self._warn()
 
-    def _forget(self, guests: list[_Guest]) -> None:
-        for guest in guests:
-            self._guests.pop(guest.channel.routing_id, None)
-            half = (guest.visitor.worker, guest.visitor.attempt)
-            self._halves[half] = [other for other in self._halves.get(half, []) if other is not guest]
+    def _forget(self, greetings: list[_Greeting]) -> None:
+        for greeting in greetings:
+            self._greetings.pop(greeting.channel.routing_id, None)
+            half = (greeting.visitor.worker, greeting.visitor.attempt)
+            self._halves[half] = [other for other in self._halves.get(half, []) if other is not greeting]
             if not self._halves[half]:
                 del self._halves[half]
 
@@ -132,14 +136,14 @@ class Doorman:
             if len(frames) < 3:  # a message of many parts is none of ours
                 frames.append(frame)
         header = frames[0].bytes if frames else b""
-        is_hello = len(frames) == 2 and len(header) == HEADER_BYTES and header[0] == HELLO
+        step = header[1] if len(frames) == 2 and len(header) == HEADER_BYTES and header[0] == HELLO else 0
         descriptor, key = -1, b""
         with contextlib.suppress(zmq.ZMQError):  # it was gone before libzmq has asked for its address
             descriptor = frames[0].get(zmq.SRCFD) if frames else -1
         was_there = (socket, descriptor) in self._strangers
         self._read_events(socket)  # so far the descriptor may have been another connection's, or this one have ended
-        guest = self._guests.get(routing_id)
-        if is_hello and guest is None and header[1] == 1:
+        greeting = self._greetings.get(routing_id)
+        if step == 1 and greeting is None:
             if (socket, descriptor) not in self._strangers:
                 return  # it has ended already
             if socket.curve is not None:
@@ -147,37 +151,37 @@ class Doorman:
             with contextlib.suppress(ValueError):
                 visitor = Visitor(self._identity, self._secret, frames[1].bytes, key)
                 channel = Channel(socket, visitor.plane, routing_id, descriptor)
-                if len(self._guests) >= _VISITORS:
-                    self._forget([next(iter(self._guests.values()))])
-                self._guests[routing_id] = _Guest(visitor, channel, time.monotonic())
+                if len(self._greetings) >= _VISITORS:
+                    self._forget([next(iter(self._greetings.values()))])
+                self._greetings[routing_id] = _Greeting(visitor, channel, time.monotonic())
                 channel.send(pack(HELLO, flags=2), visitor.challenge)
                 return
-        elif is_hello and guest is not None and header[1] == 3 and not guest.proven and guest.visitor.verify(frames[1].bytes):
-            guest.proven = True
-            self._let_in(guest)
+        elif step == 3 and greeting is not None and not greeting.proven and greeting.visitor.verify(frames[1].bytes):
+            greeting.proven = True
+            self._let_in(greeting)
             return
         self.dropped += 1
         if was_there:  # else it may be a message that another connection has left, which had this descriptor before
             self._turn_away(socket, descriptor)
 
-    def _let_in(self, guest: _Guest) -> None:
-        worker = guest.visitor.worker
+    def _let_in(self, greeting: _Greeting) -> None:
+        worker = greeting.visitor.worker
         refusal = self._admit(worker)
         if refusal is not None:
             _log.debug("a connection of worker %d was refused: %s", worker.rank, refusal)
-            guest.channel.send(pack(REFUSED), guest.visitor.answer(refusal))
-            self._forget([guest])
+            greeting.channel.send(pack(REFUSED), greeting.visitor.answer(refusal))
+            self._forget([greeting])
             return
-        half = self._halves.setdefault((worker, guest.visitor.attempt), [])
-        half.append(guest)
-        if guest.visitor.plane != VISIT and len({other.visitor.plane for other in half}) < 2:
+        half = self._halves.setdefault((worker, greeting.visitor.attempt), [])
+        half.append(greeting)
+        if len({other.visitor.plane for other in half}) < 2:
             return
-        guests = sorted(half, key=lambda other: other.visitor.plane)
+        greetings = sorted(half, key=lambda other: other.visitor.plane)
         self._forget(list(half))
-        for other in guests:
+        for other in greetings:
             self._strangers.pop(other.channel.accepted, None)
             other.channel.send(pack(HELLO, flags=4), other.visitor.answer(None))
-        self._opened(worker, [other.channel for other in guests])
+        self._opened(worker, [other.channel for other in greetings])
 
     def _warn(self) -> None:
         if not self._warned:

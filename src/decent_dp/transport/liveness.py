@@ -17,7 +17,7 @@ from decent_dp.topo import Edge
 from decent_dp.transport.channels import Link
 from decent_dp.transport.handles import PeerExplain, Policy, WireHandle
 from decent_dp.transport.link import LinkState, Pair
-from decent_dp.transport.neighbours import Neighbours, Stream
+from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.sockets import SILENT
 from decent_dp.transport.votes import ExchangeId
 from decent_dp.transport.wire import Wire
@@ -172,11 +172,11 @@ class WireNeighbours(Neighbours, Policy):
     def replaced(self) -> bool:
         return self._flow.replaced
 
-    def welcome(self, host: Callable[[Stream], None]) -> None:
-        self._wire.on_guest = host
+    def serve(self, answer: Callable[[int, int, bytes], bytes]) -> None:
+        self._wire.requests.serve(answer)
 
-    def visit(self, rank: int, incarnation: int) -> Stream:
-        return self._wire.visit(rank, incarnation)
+    def ask(self, rank: int, incarnation: int, request: bytes) -> Future[bytes]:
+        return self._wire.requests.ask(rank, incarnation, request)
 
     @property
     def one_sided(self) -> int:

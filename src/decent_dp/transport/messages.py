@@ -12,7 +12,7 @@ A message is a header of fixed length (``pack``) and, for some kinds, a body in 
 | VOTE | control | both, about an exchange: GOT, DROP, or ASK for the other's (``votes``) | changes nothing |
 | CALL | control | both: a few bytes of an agreement or of a collective, for its key | is dropped there |
 | BLOCK | bulk | both: bytes of a collective | is dropped there (``courier``) |
-| STATE | bulk | a process that joins and its host: the bytes of a stream, or how many were read | cannot come |
+| STATE | bulk | a worker or a joiner asks another one for a chunk of its state, or for a seat; the answer | is answered again |
 | BYE | control | a worker that leaves; the other one answers with it, and both close | changes nothing |
 
 A message of an exchange is identified by its ``Key``. The receiver opens the flow: it wants bytes of the earliest exchange
@@ -32,6 +32,7 @@ from decent_dp.transport.link import Key
 __all__ = [
     "ACK",
     "AGREEMENT",
+    "ANSWERS",
     "ASK",
     "ASKS",
     "BEAT",
@@ -60,15 +61,15 @@ __all__ = [
     "unpack",
 ]
 
-VERSION = 8
+VERSION = 9
 HELLO, REFUSED, BEAT, START, DATA, VOTE, CALL, BLOCK, STATE, BYE = range(1, 11)
 # The slot of a hint: what the others of an exchange need to encode for it, the body of its START.
 HINT = 1
 # Flags of a VOTE.
 GOT, DROP, ASK = 6, 7, 8
 # Flags of a BEAT: the sender wants one in return; it makes no rounds at present; bytes of its exchanges move. Flag of a START:
-# the sender of the START has this message, or one of its own with the same key, for the other.
-ASKS, PAUSES, MOVES, OFFERS = 1, 2, 4, 1
+# the sender of the START has this message, or one of its own with the same key, for the other. Flag of a STATE: an answer.
+ASKS, PAUSES, MOVES, OFFERS, ANSWERS = 1, 2, 4, 1, 1
 # In place of a bucket: an agreement's message; a block of a collective, whose number is in place of a round and whose own
 # number is the slot; how many blocks have come.
 ACK, BLOCKS, AGREEMENT = range(2**32 - 3, 2**32)

@@ -5,29 +5,13 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 from decent_dp.topo import Edge
 from decent_dp.transport.votes import ExchangeId
 
-__all__ = ["Neighbours", "PeerTable", "Stream"]
-
-
-class Stream(Protocol):
-    """A connection to a process that joins. It is used as a socket, by one thread."""
-
-    def settimeout(self, seconds: float | None, /) -> None: ...
-
-    def sendall(self, data: bytes | memoryview, /) -> None: ...
-
-    def recv_into(self, buffer: bytearray | memoryview, /) -> int: ...
-
-    def close(self) -> None: ...
-
-    def __enter__(self) -> Stream: ...
-
-    def __exit__(self, *error: object) -> None: ...
+__all__ = ["Neighbours", "PeerTable"]
 
 
 class PeerTable:
@@ -132,23 +116,24 @@ class Neighbours(PeerTable, ABC):
         """Whether another process is known to be this worker now."""
         return False
 
-    def welcome(self, host: Callable[[Stream], None]) -> None:
-        """Processes that want to join are accepted from now on.
+    def serve(self, answer: Callable[[int, int, bytes], bytes]) -> None:
+        """Requests of other workers are answered from now on, and processes that want to join may connect.
 
         Args:
-            host: called with the connection to one, which has proved that it knows the run's secret, in a thread of its own.
-                It closes the connection.
+            answer: called with the rank and the incarnation of a process that has proved that it knows the run's secret, and
+                its request; in a thread of its own, one for all. An error is logged, and the answer is empty.
         """
         return
 
-    def visit(self, rank: int, incarnation: int) -> Stream:
-        """A connection to the ``host`` of another worker, which is the process of this incarnation. It blocks.
+    def ask(self, rank: int, incarnation: int, request: bytes) -> Future[bytes]:
+        """The answer of another worker, which is the process of this incarnation, to a request of at most 1 MiB.
 
-        Raises:
-            ConnectionError: it cannot be reached, or nobody can join.
-            TimeoutError: it does not answer.
+        The request is repeated if the connection breaks, so there may be no answer for long. The future has a ConnectionError
+        if the worker cannot be asked.
         """
-        raise ConnectionError("workers of this kind give each other nothing but exchanges")
+        future: Future[bytes] = Future()
+        future.set_exception(ConnectionError("workers of this kind give each other nothing but exchanges"))
+        return future
 
     @property
     def one_sided(self) -> int:

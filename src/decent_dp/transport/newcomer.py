@@ -55,6 +55,11 @@ class NewcomerTransport(ProcessGroupTransport):
     def prepare(self, edges: list[Edge]) -> None:
         return  # nobody accepts it before it is a member
 
+    def meet(self, incarnations: Mapping[int, int]) -> None:
+        """The other members are these processes."""
+        for rank, incarnation in incarnations.items():
+            self._wire.renew(rank, incarnation)
+
     def enter(self, incarnations: Mapping[int, int], calls: int, first: int) -> None:
         """Connects to the other members, and takes part in their collectives from now on.
 
@@ -67,8 +72,7 @@ class NewcomerTransport(ProcessGroupTransport):
         assert self._faults is not None
         assert self.neighbours is not None
         self._members.enter(calls, first)
-        for rank, incarnation in incarnations.items():
-            self._wire.renew(rank, incarnation)
+        self.meet(incarnations)
         deadline = time.monotonic() + self._faults.dead_after / 2
         while set(incarnations) - {*self.neighbours.living(), *self.neighbours.lost()} and time.monotonic() < deadline:
             time.sleep(_LOOK)

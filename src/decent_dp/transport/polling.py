@@ -13,12 +13,10 @@ from decent_dp.errors import WireError
 from decent_dp.transport.channels import Channel, Link
 from decent_dp.transport.dialling import Dialler, End
 from decent_dp.transport.flow import Flow
-from decent_dp.transport.hello import GUEST
 from decent_dp.transport.link import LinkState
 from decent_dp.transport.listening import Doorman
 from decent_dp.transport.messages import BYE, DATA, STATE, Header, unpack
 from decent_dp.transport.sockets import Socket, Sockets
-from decent_dp.transport.state_stream import StateStream
 
 __all__ = ["Polling", "Reader"]
 
@@ -31,7 +29,6 @@ class Polling:
         owners: by dialled socket: its connection, or the end of an attempt.
         routes, accepted: connections that others have made, by listener and routing id, and by listener and descriptor.
         over: connections that have ended.
-        streams: by the connection of a process that joins.
         dialler, doorman: handle the events of connections that are not open yet; set before anything is watched.
     """
 
@@ -46,7 +43,6 @@ class Polling:
         self.routes: dict[tuple[Socket, bytes], Channel] = {}
         self.accepted: dict[tuple[Socket, int], Channel] = {}
         self.over: list[Channel] = []
-        self.streams: dict[Channel, StateStream] = {}
 
     def add(self, source: Any) -> None:
         """Polls a descriptor, or a socket without a monitor."""
@@ -102,7 +98,6 @@ class Polling:
                 self.over.append(owner)
 
     def hang_up(self, channel: Channel) -> None:
-        self.streams.pop(channel, None)
         if not channel.routing_id:
             self.forget(channel.socket)
         elif self.routes.get(channel.route) is channel:
@@ -116,11 +111,17 @@ class Reader:
     """Reads messages and dispatches them. Used by the transport's thread alone.
 
     Args:
-        on_bye: called with the link, the connection and the header of a BYE.
+        on_bye, on_state: called with the link, the connection and the header of a BYE; of a STATE, and its body.
     """
 
-    def __init__(self, polling: Polling, flow: Flow, on_bye: Callable[[Link, Channel, Header], None]) -> None:
-        self._polling, self._flow, self._on_bye = polling, flow, on_bye
+    def __init__(
+        self,
+        polling: Polling,
+        flow: Flow,
+        on_bye: Callable[[Link, Channel, Header], None],
+        on_state: Callable[[Link, Channel, Header, bytes], None],
+    ) -> None:
+        self._polling, self._flow, self._on_bye, self._on_state = polling, flow, on_bye, on_state
 
     def read(self, socket: Socket, until: float) -> None:
         """Reads what has come to a socket."""
@@ -146,15 +147,8 @@ class Reader:
     def _take(self, channel: Channel, raw: bytes) -> None:
         stream, link = channel.socket.zmq, channel.link
         if link is None:
-            body, guest = _rest(stream), self._polling.streams.get(channel)
-            try:
-                header = unpack(raw, GUEST)
-            except WireError:
-                guest = None
-            if guest is not None and header.kind == STATE:
-                guest.hear(header, body)
-            else:
-                self._polling.doorman.dropped += 1
+            _rest(stream)
+            self._polling.doorman.dropped += 1
             return
         try:
             header = unpack(raw, link.peer)
@@ -165,11 +159,19 @@ class Reader:
                 body = _rest(stream)
                 if header.kind == BYE:
                     self._on_bye(link, channel, header)
-                elif link.state is LinkState.OPEN:
+                elif header.kind == STATE:
+                    self._on_state(link, channel, header, body)
+                elif self._is_member(link):
                     self._flow.hear(link, header, body)
         except WireError as error:
             _rest(stream)
             self._flow.fail(link, error)
+
+    def _is_member(self, link: Link) -> bool:
+        """Whether the peer may send more than STATE. To a process that joins it does so from when on it is a member there."""
+        if link.joining is not None and self._flow.links.get(link.peer) is link:
+            self._flow.open(link, link.uid, *link.joining)
+        return link.state is LinkState.OPEN
 
     def _take_data(self, link: Link, header: Header, stream: Any) -> None:
         memory = self._flow.memory_for(link, header)

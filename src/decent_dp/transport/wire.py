@@ -10,29 +10,23 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import replace
-from functools import partial
 from multiprocessing.util import Finalize
 
 from decent_dp.transport.agreement import View
 from decent_dp.transport.channels import Channel, Link
 from decent_dp.transport.commands import Commands
 from decent_dp.transport.control_plane import ControlPlane
-from decent_dp.transport.dialling import Attempt, Dialler, Target
+from decent_dp.transport.dialling import Dialler, Target
 from decent_dp.transport.flow import Flow
-from decent_dp.transport.hello import CROSSING, GUEST, REPLACED, VISIT, Identity
+from decent_dp.transport.hello import CROSSING, REPLACED, Identity
 from decent_dp.transport.link import Key, LinkState, Pair, Receiving, Sending
 from decent_dp.transport.listening import Doorman
 from decent_dp.transport.mailbox import Mailbox
 from decent_dp.transport.messages import BYE, Header, pack
-from decent_dp.transport.neighbours import Stream
 from decent_dp.transport.peer_errors import SilentError
 from decent_dp.transport.polling import Polling, Reader
-from decent_dp.transport.repeats import Repeats
+from decent_dp.transport.requests import Requests
 from decent_dp.transport.sockets import SILENT, Curve, Socket, Sockets
-from decent_dp.transport.state_stream import StateStream
-from decent_dp.transport.waiter import start_thread
 
 __all__ = ["Wire"]
 
@@ -90,11 +84,8 @@ class Wire:
         dead_after: float = 10.0,
     ) -> None:
         self._identity, self._expected = identity, set(expected)
-        self._sockets, self._listeners, self._find = sockets, listeners, find
+        self._sockets, self._listeners = sockets, listeners
         self._asked: set[int] = set()
-        # Called with the stream of a joining process, in its own thread.
-        self.on_guest: Callable[[Stream], None] | None = None
-        self._guest_errors = Repeats()
         self._dead_after = dead_after
         self._next_beat, self._woke = time.monotonic(), -math.inf
         self.stopped = 0.0  # seconds for which this process, or this thread, was stopped so far
@@ -131,7 +122,8 @@ class Wire:
             self._goes_first,
             self.fail,
         )
-        self._reader = Reader(self._polling, self.flow, self._hear_bye)
+        self.requests = Requests(self.flow, self._dialler.want, self.call, self.fail)
+        self._reader = Reader(self._polling, self.flow, self._hear_bye, self.requests.hear)
         self._polling.dialler, self._polling.doorman = self._dialler, self._doorman
         self.control_plane = ControlPlane(
             identity.rank,
@@ -194,24 +186,9 @@ class Wire:
                 self.flow.renew(peer, incarnation, start)
                 self.mailbox.drop(peer)
                 self.control_plane.renew(peer, incarnation)
+                self.flow.take_joiner(peer)
 
         self.call(renew)
-
-    def visit(self, peer: int, incarnation: int) -> StateStream:
-        """``Neighbours.visit``."""
-        target, future = self._find(peer, incarnation), Future[StateStream]()
-
-        def opened(_: Identity, channels: list[Channel]) -> None:
-            future.set_result(self._stream(channels[0]))
-
-        deadline = time.monotonic() + SILENT * self._dead_after
-        attempt = Attempt(peer, target, deadline, opened, future.set_exception)
-        self.call(lambda: self._dialler.visit(attempt, replace(self._identity, rank=GUEST), VISIT))
-        return future.result()
-
-    def _stream(self, channel: Channel) -> StateStream:
-        stream = self._polling.streams[channel] = StateStream(channel, self.call, self._polling.hang_up)
-        return stream
 
     def open(self, pair: Pair) -> None:
         self.call(lambda: self.flow.settlement.open(pair))
@@ -385,11 +362,8 @@ class Wire:
 
     def _lose(self, channel: Channel) -> None:
         self._leaving.pop(channel, None)
-        stream = self._polling.streams.pop(channel, None)
-        if stream is not None:
-            stream.lose()
         link = channel.link
-        if link is not None and channel in (link.control, link.bulk):
+        if link is not None and channel in link.channels:
             silent = time.monotonic() - link.heard > self._dead_after / 2
             reason = f"silent for {self._dead_after:g} s" if silent else "closed by the peer"
             self.flow.lose(link, reason, SilentError(reason) if silent else None)
@@ -423,13 +397,16 @@ class Wire:
 
     def _admit(self, worker: Identity) -> str | None:
         """Why a worker that has connected is refused; None: it is welcome."""
-        if worker.rank == GUEST:
-            return "nobody can join this run" if self.on_guest is None else None
+        if self._joins(worker) and worker.rank != self._identity.rank:
+            joiner = self.flow.joiners.get((worker.rank, worker.incarnation))
+            if joiner is not None and joiner.uid != worker.uid:
+                return f"another process is about to be worker {worker.rank}"
+            return None if self.requests.is_served else f"worker {worker.rank} is not a member yet, and nobody can join now"
         if worker.rank not in self._expected or worker.rank == self._identity.rank:
             return f"rank {worker.rank} is not expected"
         link = self.flow.link(worker.rank)
         if worker.incarnation != link.incarnation:
-            return REPLACED if worker.incarnation < link.incarnation else f"worker {worker.rank} is not a member yet"
+            return REPLACED
         if link.state is LinkState.GONE:
             return f"worker {worker.rank} is gone for worker {self._identity.rank}, which has dropped what they had in common"
         if link.uid not in (b"", worker.uid):
@@ -442,30 +419,22 @@ class Wire:
 
     def _let_in(self, worker: Identity, channels: list[Channel]) -> None:
         self._polling.accept(channels)
-        if worker.rank == GUEST:
-            serve = partial(self._serve, self._stream(channels[0]))
-            if not start_thread(serve, "decent_dp-guest", self._guest_failed):
-                self._polling.hang_up(channels[0])
+        if self._joins(worker):
+            self.flow.let_join(worker.rank, worker.incarnation, worker.uid, *channels)
             return
         link = self.flow.link(worker.rank)
         self._dialler.cancel(worker.rank)
-        if link.state is LinkState.OPEN:  # the peer has seen first that it was lost
+        if link.is_connected:  # the peer has seen first that it was lost
             self.flow.lose(link, "replaced by the peer")
         self.flow.open(link, worker.uid, *channels)
 
-    def _serve(self, stream: StateStream) -> None:
-        assert self.on_guest is not None
-        with stream:
-            self.on_guest(stream)
-
-    def _guest_failed(self, error: Exception) -> None:
-        """The process asks another worker, and this one trains on."""
-        if self._guest_errors.again():
-            _log.warning("a process that joins was not served (%d times by now)", self._guest_errors.times, exc_info=error)
+    def _joins(self, worker: Identity) -> bool:
+        """Whether it is of a process that is no member yet, as far as this worker knows."""
+        return worker.incarnation > self.incarnation_of(worker.rank)
 
     def _hang_up(self, link: Link) -> None:
-        for channel in (link.control, link.bulk):
-            if channel is not None and channel not in self._leaving:
+        for channel in link.channels:
+            if channel not in self._leaving:
                 self._polling.hang_up(channel)
 
     # -- heartbeats -----------------------------------------------------------------------------------------------------
@@ -515,9 +484,8 @@ class Wire:
             return
         self.control_plane.departed(link.peer)
         channel.send(pack(BYE, flags=_ANSWER))
-        for left in (link.control, link.bulk):
-            if left is not None:
-                self._leaving[left] = time.monotonic() + _LINGER
+        for left in link.channels:
+            self._leaving[left] = time.monotonic() + _LINGER
         self.flow.give_up(link, "the peer has left")
 
     def _is_drained(self) -> bool:
@@ -536,13 +504,12 @@ class Wire:
         while not self._commands.ended:
             self._commands.run_last()
             self.control_plane.close(self._commands.error)
+            self.requests.close()
             self._dialler.close()
             for link in self.flow.links.values():
                 if link.control is not None:  # what is on its way there goes out, unlike memory that is lent to libzmq
                     self._leaving.setdefault(link.control, math.inf)
                 self.flow.fail(link, over)
-            for stream in list(self._polling.streams.values()):
-                stream.lose()
             self._commands.end()
         self._sockets.close_all(flush=self._closing is None or time.monotonic() >= self._closing)
         self._commands.close()

@@ -1,0 +1,196 @@
+"""What a member does for a process that joins: it gives it its state, and a seat. Neither stops its training."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from decent_dp.compression import all_finite
+from decent_dp.membership import Epoch, MembershipMonitor
+from decent_dp.replica.replica import Listener, Replica
+from decent_dp.replica.snapshot import take
+from decent_dp.replica.staging import Staged, Staging
+from decent_dp.replica.transfer import StateCopy, pack_message, unpack_message
+from decent_dp.serialization import encode
+
+__all__ = ["StateServer"]
+
+_log = logging.getLogger(__name__)
+
+# Copies of the state that are kept at a time, each of them as large as the state. When there are no more, the newest is given.
+_MOST_COPIES = 2
+# Seconds for which a copy is new enough for others.
+_FRESH = 60.0
+# How long a copy is kept for one that asks no more, in ``dead_after``: a joiner without a network gives up after 30 s.
+_KEPT = 3.0
+# Seconds after which one that has wanted a seat, and asks no more, has ended.
+_ENDED = 3.0
+
+# The rank and the incarnation of a process that asks.
+Asker: TypeAlias = tuple[int, int]
+
+
+@dataclass
+class _Kept:
+    """A copy of the state.
+
+    Attributes:
+        taken: when; ``first_bucket``: of the engine then, which another one has after a load.
+        asked: when each that has not got all of it has asked last.
+        is_finite: None: it is not known yet.
+    """
+
+    copy: StateCopy
+    staged: Staged
+    taken: float
+    first_bucket: int
+    asked: dict[Asker, float]
+    is_finite: bool | None = None
+
+
+class StateServer(Listener):
+    """Answers the requests of joiners, and of members that heal, in one thread (``answer``); takes copies between rounds.
+
+    A request may be repeated. A copy is kept until all that have begun it have all of it, or ask no more.
+    """
+
+    def __init__(self, replica: Replica, monitor: MembershipMonitor) -> None:
+        self._replica, self._monitor = replica, monitor
+        # All are changed under the lock: those that wait for a copy from the next boundary, and why there is none for them;
+        # copies by name; the seats that are wanted, and when they were last asked for.
+        self._wanted: dict[Asker, float] = {}
+        self._refusals: dict[Asker, str] = {}
+        self._copies: dict[str, _Kept] = {}
+        self._seats: dict[Asker, tuple[Future[Epoch], float]] = {}
+        self._lock = threading.Lock()
+        self._has_ended = False
+
+    # -- in the training thread ---------------------------------------------------------------------------------------
+
+    def reached_boundary(self) -> None:
+        if not (self._wanted or self._copies or self._seats):
+            return
+        with self._lock:
+            wanted, self._wanted = self._wanted, {}
+            self._drop_old()
+        if not wanted:
+            return
+        try:
+            kept = self._take(wanted)
+        except Exception as error:  # training continues
+            with self._lock:
+                self._refusals.update(dict.fromkeys(wanted, str(error)))
+        else:
+            with self._lock:
+                self._copies[kept.copy.name] = kept
+
+    def _take(self, wanted: dict[Asker, float]) -> _Kept:
+        if not self._replica.engine.exchanges and len(self._monitor.members) > 1:
+            raise RuntimeError("this worker has not mixed yet")
+        # What is in flight, and what edges have learned, is between this worker and others.
+        snapshot = {**take(self._replica, settled=False), "compression": {}, "grads": {}}
+        bucket, epochs = self._replica.engine.first_bucket, self._monitor.epochs
+        known = None if epochs is None else epochs.known
+        text, tensors = encode({"first_bucket": bucket, "epoch": known, "snapshot": snapshot})
+        staged = Staging().copy(tensors)
+        return _Kept(StateCopy(text, staged.tensors), staged, time.monotonic(), bucket, wanted)
+
+    def closing(self) -> None:
+        with self._lock:
+            self._wanted, self._copies, self._has_ended = {}, {}, True
+
+    # -- in the thread that answers -----------------------------------------------------------------------------------
+
+    def answer(self, rank: int, incarnation: int, request: bytes) -> bytes:
+        """The answer to a process of this run: a chunk of the state, or a seat."""
+        try:
+            head, _ = unpack_message(request)
+            if head["want"] == "state":
+                return self._give_chunk((rank, incarnation), str(head["copy"]), head["from"])
+            return self._give_seat((rank, incarnation))
+        except (RuntimeError, LookupError, TypeError, ValueError, ConnectionError) as error:
+            return pack_message({"refused": str(error)})
+
+    def _give_chunk(self, asker: Asker, name: str, begin: Any) -> bytes:
+        """The bytes from ``begin`` on of the copy ``name``; or the first ones of another copy."""
+        now = time.monotonic()
+        with self._lock:
+            self._drop_old()
+            if asker in self._refusals:
+                raise RuntimeError(self._refusals.pop(asker))
+            kept = self._find(name)
+            if kept is None:
+                if self._has_ended:
+                    raise RuntimeError("this worker has ended")
+                if self._monitor.neighbours.is_paused:  # there is no boundary in a call of all, or while it heals
+                    raise RuntimeError("it waits for others")
+                self._wanted[asker] = now
+                return pack_message({"wait": "it is in a step"})
+            kept.asked[asker] = now
+        self._check(kept)
+        size = kept.copy.size
+        if kept.copy.name != name:
+            begin = 0
+        elif type(begin) is not int or not 0 <= begin <= size:
+            raise ValueError(f"from must be an int from 0 to {size}, the bytes of the copy, got {begin!r}")
+        if begin == size:  # it has all of it
+            with self._lock:
+                kept.asked.pop(asker, None)
+                self._drop_old()
+        return kept.copy.chunk(begin)
+
+    def _check(self, kept: _Kept) -> None:
+        """Waits until the copy is on the CPU. Raises RuntimeError if it is not finite."""
+        if kept.is_finite is None:
+            kept.staged.wait()
+            kept.is_finite = all(
+                all_finite(tensor)
+                for key, tensor in kept.staged.tensors.items()
+                if tensor.is_floating_point() and ".parameters." in key
+            )
+        if not kept.is_finite:
+            with self._lock:
+                self._copies.pop(kept.copy.name, None)
+            raise RuntimeError("the replica of this worker holds a NaN or an infinity")
+
+    def _find(self, name: str) -> _Kept | None:
+        """The copy of this name, or the newest, if that is fresh or there may be no more. The caller has the lock."""
+        if name in self._copies:
+            return self._copies[name]
+        bucket = self._replica.engine.first_bucket
+        copies = [kept for kept in self._copies.values() if kept.first_bucket == bucket]
+        newest = max(copies, key=lambda kept: kept.taken, default=None)
+        is_fresh = newest is not None and time.monotonic() < newest.taken + _FRESH
+        return newest if is_fresh or len(copies) >= _MOST_COPIES else None
+
+    def _drop_old(self) -> None:
+        """Drops what nobody asks for any more. The caller has the lock."""
+        now, seconds = time.monotonic(), _KEPT * self._monitor.faults.dead_after
+        self._copies = {
+            name: kept for name, kept in self._copies.items() if any(now - at < seconds for at in kept.asked.values())
+        }
+        for asker in [asker for asker, (_, at) in self._seats.items() if now - at > _ENDED]:
+            del self._seats[asker]
+            if self._monitor.epochs is not None:
+                self._monitor.epochs.withdraw(*asker)
+
+    def _give_seat(self, asker: Asker) -> bytes:
+        monitor, (rank, incarnation) = self._monitor, asker
+        if not monitor.is_free(rank, incarnation):  # its process may be frozen, or have ended just now
+            return pack_message({"wait": f"worker {rank} lives"})
+        assert monitor.epochs is not None
+        with self._lock:
+            future, _ = self._seats.get(asker) or (monitor.epochs.offer(rank, incarnation), 0.0)
+            self._seats[asker] = future, time.monotonic()
+            if not future.done():
+                return pack_message({"wait": "the members agree on an epoch"})
+            del self._seats[asker]
+        epoch = future.result()
+        _log.info("worker %d has joined, in epoch %d", rank, epoch.number)
+        calls, bucket = self._replica.everyone.control.calls, self._replica.engine.first_bucket
+        answer = {"calls": calls, "joins": self._replica.joins, "first_bucket": bucket}
+        return pack_message({"epoch": epoch.number, "text": epoch.text, **answer})
