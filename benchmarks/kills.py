@@ -118,7 +118,7 @@ def work(rank: int, folder: str, port: int, joins: bool, dead_after: float, driv
         become_mean = replica.become_mean
 
         def note_and_become_mean(*args: Any) -> Any:
-            note(call=replica.everyone.control.calls, own=read().tolist())
+            note(call=replica.world.control.calls, own=read().tolist())
             return become_mean(*args)
 
         replica.become_mean = note_and_become_mean  # type: ignore[assignment, method-assign]
@@ -142,7 +142,7 @@ def work(rank: int, folder: str, port: int, joins: bool, dead_after: float, driv
             own[MEMBERS] = len(replica.roster.members) if replica.roster.seat >= 0 else 0
             if replica.due(CALLS):
                 with replica.averaged():
-                    control = replica.everyone.control  # a process that joins gets another one with its first step
+                    control = replica.world.control  # a process that joins gets another one with its first step
                     said = {"ranks": list(control.ranks), "mean": read().tolist(), "order": order, "longest": longest}
                     note(call=control.calls, **said)
                 own[ORDER] = order

@@ -55,7 +55,7 @@ class Watch:
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        transport, turn = self._replica.everyone, 0
+        transport, turn = self._replica.world, 0
         flow = transport._wire._flow
         while True:
             neighbours, now = transport.neighbours, time.monotonic()

@@ -89,8 +89,8 @@ class Asked:
         return [next(asked) for _, asked in itertools.groupby(self.log, key=lambda entry: entry[0])]
 
     def fetch(self, **options: Any) -> tuple[int, float]:
-        everyone = SimpleNamespace(timeout=60.0, rank=9)
-        replica: Any = SimpleNamespace(model=torch.nn.Linear(100, 1), everyone=everyone)
+        world = SimpleNamespace(timeout=60.0, rank=9)
+        replica: Any = SimpleNamespace(model=torch.nn.Linear(100, 1), world=world)
         made = newcomer_module.Donor
 
         def donor(ask: Any, stuck: float) -> Any:

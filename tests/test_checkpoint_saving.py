@@ -313,7 +313,7 @@ def test_each_wrapper_of_a_process_has_its_own_folder(tmp_path):
     def work(transport: InProcessTransport) -> Any:
         first, second = (DecentralizedDataParallel(net(seed), SGD, topology="ring", transport=transport) for seed in (0, 1))
         # As connect() would give it one of its own.
-        second.replica.everyone = InProcessTransport(transport.rank, transport._hub)
+        second.replica.world = InProcessTransport(transport.rank, transport._hub)
         assert save(first, tmp_path / "saved", {"who": 1}).error is None
         found = [error_of(lambda name=name: save(second, tmp_path / name, {"who": 2})) for name in ("saved", "link")]
         assert save(second, tmp_path / "second", {"who": 2}).error is None

@@ -208,7 +208,7 @@ def finds_garbage_in_the_store(rank: int, n: int, garbage: list[bytes]) -> Any:
     model, optimizer, replica = make(rank, topology="ring", faults=decent_dp.Tolerate(dead_after=1.5))
     if rank == 0:
         for number, value in enumerate(garbage, 1):
-            replica.everyone.store.set(f"epoch/{number}", value)
+            replica.world.store.set(f"epoch/{number}", value)
     t, deadline = 0, time.monotonic() + 60
     for epoch in range(len(garbage) + 1):
         while replica.roster.epoch < epoch or (t < 30 and epoch == 0):

@@ -250,11 +250,11 @@ def replaced(rank: int, n: int, path: str, kind: str, resize: str | None, every:
             optimizer.zero_grad()
             loss(module, t, rank).backward()
             optimizer.step()
-        control = model.everyone.control
+        control = model.world.control
     else:
         model = make(kind)
         run(model, kind, rank, 0, 4)
-        module, control = model.module, model.replica.everyone.control
+        module, control = model.module, model.replica.world.control
     save(model, root, {"a": [1, torch.zeros(2)]})
     step = latest(root)
     assert step is not None

@@ -82,7 +82,7 @@ def is_connected(replica: Any) -> bool:
     """To the members that have joined, to all if this one has, and to its partners. Others need no connection: of four that
     began the run, workers 0 and 3 never meet in 'base-2'."""
     inner = getattr(replica, "replica", replica)
-    own, newest = inner.everyone.rank, inner.monitor.epochs.newest
+    own, newest = inner.world.rank, inner.monitor.epochs.newest
     start = max(replica.stats().rounds, newest.start)
     needed = {rank for t in range(start, start + 32) for rank in inner.topology.get_edge(t).ranks}
     needed |= set(newest.members if own in newest.incarnations else newest.incarnations) & set(newest.members)
@@ -467,7 +467,7 @@ def connection_breaks(rank: int, n: int) -> Any:
     take, chunk, answer = state_server_module.take, StateCopy.chunk, StateServer.answer
 
     def breaks(server: Any, rank: int, incarnation: int, request: bytes) -> bytes:
-        wire, place = server._replica.everyone._wire, unpack_message(request)[0].get("from", 0)
+        wire, place = server._replica.world._wire, unpack_message(request)[0].get("from", 0)
         if place > 4000 and _store().add("breaks", 1) == 1:
             wire.call(lambda: wire.flow.lose(wire.flow.joiners[rank, incarnation], "cut"))
         return answer(server, rank, incarnation, request)

@@ -478,8 +478,8 @@ def test_a_forked_process_still_ends_by_the_signal():
 @pytest.mark.parametrize("in_place", [silent_store, broken_store])
 def test_a_stop_needs_no_store(in_place):
     model = alone(net())
-    store = model.replica.everyone.store
-    model.replica.everyone.store = in_place(store)
+    store = model.replica.world.store
+    model.replica.world.store = in_place(store)
     began = time.monotonic()
     with Preemption(model, grace=60.0) as stop:
         loss(model, 0).backward()
@@ -489,7 +489,7 @@ def test_a_stop_needs_no_store(in_place):
     with Preemption(model):
         loss(model, 0).backward()
     assert time.monotonic() - began < 45
-    model.replica.everyone.store = store
+    model.replica.world.store = store
     model.close()
 
 
@@ -501,7 +501,7 @@ def test_a_transport_that_has_failed_ends_the_training(monkeypatch):
         def fails(*_: Any, **__: Any) -> Any:
             raise RuntimeError("the transport has failed: a mistake")
 
-        monkeypatch.setattr(model.replica.everyone, "agree", fails)
+        monkeypatch.setattr(model.replica.world, "agree", fails)
         tell()
         with pytest.raises(RuntimeError, match="a mistake"):
             train(stop, model)

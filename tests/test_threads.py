@@ -50,7 +50,7 @@ def test_what_a_thread_raises_is_told():
 
 
 def break_connections(replica: Any) -> None:
-    wire = replica.everyone._wire
+    wire = replica.world._wire
     wire.call(lambda: [wire.flow.lose(link, "a test") for link in wire.flow.links.values()])
 
 

@@ -464,7 +464,7 @@ class Epochs:
 def seats(member) -> tuple[Member, Epochs]:
     donor, epochs = member(), Epochs()
     donor.monitor.epochs, donor.monitor.is_free = epochs, lambda rank, incarnation: rank == 2
-    donor.server._replica.everyone = SimpleNamespace(control=SimpleNamespace(calls=7))
+    donor.server._replica.world = SimpleNamespace(control=SimpleNamespace(calls=7))
     donor.server._replica.joins = 1
     return donor, epochs
 

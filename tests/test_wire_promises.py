@@ -309,7 +309,7 @@ def holds_the_lock(rank: int, n: int, encrypts: bool) -> Any:
     model = torch.nn.Linear(10, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     replica = decent_dp.gossip(model, optimizer, topology="ring", faults=decent_dp.Tolerate(dead_after=1.0))
-    neighbours: Any = replica.everyone.neighbours  # type: ignore[attr-defined]
+    neighbours: Any = replica.world.neighbours  # type: ignore[attr-defined]
     found, until, held = set[int](), time.monotonic() + 3.5, False
     while time.monotonic() < until:
         model(torch.ones(1, 10)).sum().backward()

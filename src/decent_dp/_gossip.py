@@ -390,7 +390,7 @@ class Gossip(Replica):
         """
         self.refuse_in_join("load_state_dict", "before")
         self.refuse_before_member("load_state_dict")
-        self.everyone.control.begin("load_state_dict", self.engine.round)
+        self.world.control.begin("load_state_dict", self.engine.round)
 
         def check() -> None:
             self.refuse_inside("load_state_dict")
@@ -478,7 +478,7 @@ class Gossip(Replica):
 
     def __repr__(self) -> str:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
-        names = f"{type(self.model).__name__}, {kinds}, rank={self.everyone.rank}, topology={self.topology!r}"
+        names = f"{type(self.model).__name__}, {kinds}, rank={self.world.rank}, topology={self.topology!r}"
         return f"Gossip({names})"
 
 

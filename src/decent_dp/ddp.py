@@ -187,7 +187,7 @@ class DecentralizedDataParallel(nn.Module):
                 output = self.module(*args, **kwargs)
         except Exception as error:
             replica = self.replica
-            replica.everyone.report(f"{type(error).__name__} in its forward of round {replica.engine.round}: {error}")
+            replica.world.report(f"{type(error).__name__} in its forward of round {replica.engine.round}: {error}")
             raise
         if not inner and torch.is_grad_enabled() and not self.replica.closed:
             self._after_forward(output)

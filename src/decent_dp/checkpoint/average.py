@@ -128,7 +128,7 @@ class AveragedReplica:
         self.updates = int(state_dict["updates"])
 
     def _compare(self) -> None:
-        control = self._replica.everyone.control
+        control = self._replica.world.control
         found, first = control.gather([self.updates, self.decay]), control.ranks[0]
         for rank, (updates, decay) in zip(control.ranks, found, strict=True):
             if decay != found[0][1]:

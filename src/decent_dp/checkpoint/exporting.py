@@ -59,7 +59,7 @@ def export(model: Trained, path: str | Path, *, loader: Iterable[Any] | None = N
     """
     replica = replica_of(model, "export")
     replica.begin_collective("export")
-    control = replica.everyone.control
+    control = replica.world.control
     file = call_on_all(control, lambda: _checked_path(path))
     with contextlib.ExitStack() as undone:
         if replica.mean.backup is None:  # else the parameters are a mean already
@@ -71,7 +71,7 @@ def export(model: Trained, path: str | Path, *, loader: Iterable[Any] | None = N
         written = False
         while not written:
             writer = control.ranks[0]
-            writes = replica.everyone.rank == writer
+            writes = replica.world.rank == writer
             state = call_on_all(control, partial(_state, replica, keep=writes))
             call_on_all(control, partial(_write, state, file) if writes else lambda: None)
             written = writer in control.ranks  # else it died before it said that it had
@@ -104,7 +104,7 @@ def calibrate(model: Trained, loader: Iterable[Any]) -> None:
 
 
 def _calibrate(replica: Replica, loader: Iterable[Any]) -> None:
-    control, model = replica.everyone.control, replica.model
+    control, model = replica.world.control, replica.model
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
     if not norms:
         return
@@ -214,7 +214,7 @@ def _average_buffers(replica: Replica) -> None:
     counts = check_finite(replica, "export", buffers, [])
     whole = [buffer for buffer in buffers if not is_sharded(buffer)]
     with torch.no_grad():
-        own = [*differing(replica.everyone.control, whole), *filter(is_sharded, buffers)]
+        own = [*differing(replica.world.control, whole), *filter(is_sharded, buffers)]
         average_parts_(replica, [], own, counts)
 
 
@@ -225,7 +225,7 @@ def _state(replica: Replica, *, keep: bool) -> dict[str, Any]:
     """The model's state dict on the CPU, whole where it is sharded; empty unless it is to be kept. Called by all workers, of
     whom those of the first replica gather its parts."""
     replica.parameters.locate()
-    first, _ = replica.replicas.place_of(replica.everyone.rank)
+    first, _ = replica.replicas.place_of(replica.world.rank)
     gathers = keep if replica.replicas.shards == 1 else first == 0
     if not gathers:
         return {}

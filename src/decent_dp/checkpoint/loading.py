@@ -70,7 +70,7 @@ def load(
     saver = saver_of(replica)
     saver.drain()
     replica.parameters.locate()  # a gathered parameter becomes the shard that is loaded
-    transport = replica.everyone
+    transport = replica.world
     control, rank, n = transport.control, transport.rank, transport.world_size
     if replica.tolerates_faults:
         replica.begin_collective("load")  # all continue in one round
@@ -229,7 +229,7 @@ def _check_record(step: Path, record: Record, replica: Replica, resize: str | No
 
 def _verify(replica: Replica, step: Path, shards: Sequence[Shard]) -> None:
     """Checks the shards that this worker reads. One that several workers see is read whole by one of them only."""
-    control, rank = replica.everyone.control, replica.everyone.rank
+    control, rank = replica.world.control, replica.world.rank
     gathered = control.gather([[shard.record.rank, shard.identity, _seen(shard)] for shard in shards])
     seen = {reader: {number: seen for number, _, seen in own} for reader, own in zip(control.ranks, gathered, strict=True)}
     _check_alike(step, shards[0].record.world_size, seen)

@@ -206,7 +206,7 @@ class _StopVote(Listener):
     """One worker's part in the agreement on a stop round. A thread votes, and the training thread waits for the votes."""
 
     def __init__(self, replica: Replica, request: _StopRequest, grace: float) -> None:
-        self._transport, self._engine = replica.everyone, replica.engine
+        self._transport, self._engine = replica.world, replica.engine
         self._request, self._grace = request, grace
         self._name = f"preemption/{request.contexts}"
         self._lock = threading.Lock()

@@ -126,7 +126,7 @@ def saver_of(replica: Replica) -> Saver:
     with _LOCK:
         saver = _SAVERS.get(replica)
         if saver is None:
-            saver = _SAVERS[replica] = Saver(replica.everyone)
+            saver = _SAVERS[replica] = Saver(replica.world)
             replica.listeners.append(saver)
             # Before the replica's own, which closes the connections.
             Finalize(replica, _close_at_exit, args=(saver,), exitpriority=110)
@@ -274,7 +274,7 @@ class Saver(Listener):
         replica.refuse_in_join("save")
         number, self._saves = self._saves, self._saves + 1
         if replica.tolerates_faults:  # some may have joined later
-            number = replica.everyone.control.calls
+            number = replica.world.control.calls
         saving, shard, refusal = Saving(Path(f"save number {number}")), None, None
         try:
             keep, _ = check_integer("keep", keep, 1, "checkpoints"), check_bool("wait", wait)
@@ -289,7 +289,7 @@ class Saver(Listener):
             random = random_states(replica.model)  # after it: a pending update may draw
             text, tensors = encode({"snapshot": snapshot, "random": random, "state": dict(state)})
             root = self._roots.setdefault(os.path.realpath(where), _Root())
-            ranks, replicas = replica.everyone.control.ranks, replica.replicas
+            ranks, replicas = replica.world.control.ranks, replica.replicas
             rank, n, round_ = ranks.index(self._transport.rank), len(ranks), snapshot["round"]
             name = folder.step_name(round_, root.attempt, number, self._transport.run_id, n)
             root.known.add(name)
@@ -305,7 +305,7 @@ class Saver(Listener):
             raise
         finally:
             before = self._in_flight[-1] if self._in_flight else None
-            job = _Job(saving, number, replica.engine.round, replica.everyone.control.ranks, shard, before)
+            job = _Job(saving, number, replica.engine.round, replica.world.control.ranks, shard, before)
             threading.Thread(target=self._run, args=(job, refusal), name="decent_dp-checkpoint", daemon=True).start()
             self._in_flight.append(saving)
         return saving

@@ -156,7 +156,7 @@ def save_replicas(
         ValueError: the path is not on a disk.
         CheckpointError: a worker could not write. All of these on all workers.
     """
-    control = next(iter(replicas.values())).everyone.control
+    control = next(iter(replicas.values())).world.control
     ranks: tuple[int, ...] = ()
     while ranks != tuple(control.ranks):  # again without a worker that has died in it
         file, name = strategy.broadcast((os.fspath(path), uuid.uuid4().hex[:12]))

@@ -49,7 +49,7 @@ class SurvivorCollectives:
         self, rank: int, replica: Replica | None, ranks: Sequence[int] = (), regrouped: Callable[[], None] = lambda: None
     ) -> None:
         self._rank, self._replica, self._regrouped = rank, replica, regrouped
-        self._ranks, self._control = ranks, None if replica is None else replica.everyone.control
+        self._ranks, self._control = ranks, None if replica is None else replica.world.control
         # The rounds made at the last collective, and its number since the round before.
         self._made = self._number = -1
 
@@ -136,7 +136,7 @@ def save_again(replica: Replica, save: Callable[[], Saving]) -> None:
     Raises:
         Exception: the error of the save; on all workers.
     """
-    control = replica.everyone.control
+    control = replica.world.control
     while True:
         ranks = tuple(control.ranks)
         error = save().error

@@ -36,7 +36,7 @@ class TrainerOverSurvivors:
 
     def __init__(self, trainer: Trainer, replica: Gossip) -> None:
         self._trainer, self._replica = trainer, replica
-        self._survivors = SurvivorCollectives(replica.everyone.rank, replica, regrouped=self._regroup)
+        self._survivors = SurvivorCollectives(replica.world.rank, replica, regrouped=self._regroup)
         # Rounds left out so far, and of them those since the last log, and those whose batches are still to be left out.
         self._left_out = replica.cadence.left_out(replica.engine.round)
         self._unlogged = self._to_skip = 0

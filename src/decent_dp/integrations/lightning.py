@@ -166,7 +166,7 @@ class GossipStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy):  # t
     def on_exception(self, exception: BaseException) -> None:
         """Tells the others, which lose this worker, why."""
         if self._training and not isinstance(exception, (PeerError, SIGTERMException)):
-            self._current.everyone.report(f"{type(exception).__name__}: {exception}")
+            self._current.world.report(f"{type(exception).__name__}: {exception}")
 
     def on_train_start(self) -> None:
         self._take_lost()  # a checkpoint that was loaded is of a later round
@@ -212,8 +212,8 @@ class GossipStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy):  # t
         """Whether to stop, and the number of the epoch, are those of all workers: one that was out may be in an earlier one."""
         trainer, replica = self._trainer, self._current
         progress = trainer.fit_loop.epoch_progress
-        replica.everyone.control.begin("end of the epoch")
-        found = replica.everyone.control.gather([bool(trainer.should_stop), progress.current.processed])
+        replica.world.control.begin("end of the epoch")
+        found = replica.world.control.gather([bool(trainer.should_stop), progress.current.processed])
         trainer.should_stop = any(stops for stops, _ in found)
         later = max(epoch for _, epoch in found) - progress.current.processed
         _count(progress, later)
@@ -233,7 +233,7 @@ class GossipStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy):  # t
 
     def stops_any(self, should_stop: bool) -> bool:
         """Whether ``should_stop`` is set on any worker. Called by all workers, and an error names one that is gone."""
-        control = self._current.everyone.control
+        control = self._current.world.control
         control.begin("should_stop")
         return any(control.gather(should_stop))
 

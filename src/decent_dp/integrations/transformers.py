@@ -272,7 +272,7 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
         assert replica is not None
         if not (args.load_best_model_at_end and state.best_model_checkpoint is not None):
             replica.average_()
-        elif differing(replica.everyone.control, replica.parameters.params):
+        elif differing(replica.world.control, replica.parameters.params):
             raise RuntimeError(
                 f"the best model, {state.best_model_checkpoint}, was not loaded on all workers: each needs to see its file. "
                 "Use a shared disk, or save_on_each_node=True."
@@ -282,7 +282,7 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
 
     def _leave(self) -> None:
         """The collectives of the living workers end with the training."""
-        if self._survivors is not None and self.replica is not None and self._survivors.leave(self.replica.everyone.rank):
+        if self._survivors is not None and self.replica is not None and self._survivors.leave(self.replica.world.rank):
             self._survivors = None
 
     # -- all replicas -------------------------------------------------------------------------------------------------

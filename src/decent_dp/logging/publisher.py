@@ -59,7 +59,7 @@ class _Publisher(Listener):
     """Writes the statuses of one worker. It does not refer to the replica, which may be collected before the thread ends."""
 
     def __init__(self, replica: Replica) -> None:
-        transport, server = replica.everyone, server_of(replica.everyone.store)
+        transport, server = replica.world, server_of(replica.world.store)
         self._engine = replica.engine
         self._run, self._rank, self._world_size = transport.run_id, transport.rank, transport.world_size
         self._name = f"{Path(sys.argv[0]).name or 'python'}, {type(replica.model).__name__}"

@@ -82,9 +82,9 @@ class Recorder:
         each_worker: bool = False,
     ) -> None:
         self._replica = replica = replica_of(model, "Recorder")
-        rank = replica.everyone.rank
+        rank = replica.world.rank
         # A process that joins makes it alone.
-        control = replica.everyone.control if replica.before_first_round is None else None
+        control = replica.world.control if replica.before_first_round is None else None
         if control is not None:
             replica.begin_collective("Recorder")
 
@@ -163,8 +163,8 @@ class Recorder:
     @property
     def _writes(self) -> bool:
         """Whether this worker is the first of those that have taken part in the last call of all."""
-        everyone = self._replica.everyone
-        return everyone.rank == everyone.control.ranks[0]
+        world = self._replica.world
+        return world.rank == world.control.ranks[0]
 
     # -- the numbers --------------------------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class Recorder:
         replica.begin_collective(what)
         self._write_local()
         window, self._unshared = self._unshared, _NOTHING
-        windows = [_Window(*entry) for entry in replica.everyone.control.gather(astuple(window))]
+        windows = [_Window(*entry) for entry in replica.world.control.gather(astuple(window))]
         distance = {"distance": replica.consensus_distance()} if self._distance else {}
         if self._writes:
             # With uneven inputs a worker's first step may have been its last.

@@ -54,11 +54,11 @@ def check_finite(
     chosen = set(map(id, averaged))
     named = [(name, local(buffer)) for name, buffer in replica.model.named_buffers() if id(buffer) in chosen]
     param = next((name for name, t in zip(replica.parameters.names, params, strict=False) if not all_finite(t.detach())), None)
-    found = replica.everyone.control.gather([param, [name for name, t in named if bool(t.isnan().any())], buffers])
+    found = replica.world.control.gather([param, [name for name, t in named if bool(t.isnan().any())], buffers])
     everywhere = set.intersection(*(set(names) for _, names, _ in found))
     uses_buffers = any(used for _, _, used in found)
     problems: dict[int, str] = {}
-    for rank, (name, names, _) in zip(replica.everyone.control.ranks, found, strict=True):
+    for rank, (name, names, _) in zip(replica.world.control.ranks, found, strict=True):
         culprit = next((name for name in names if name not in everywhere), None)
         if name is not None:
             problems[rank] = (
@@ -76,7 +76,7 @@ def check_finite(
         raise NonFiniteError(next(iter(problems.values())))
     if problems:
         _log.warning("%s is without the replicas of workers %s, which hold a NaN or an infinity", what, list(problems))
-    return replica.everyone.rank not in problems
+    return replica.world.rank not in problems
 
 
 @torch.no_grad()
@@ -89,7 +89,7 @@ def average_parts_(replica: Replica, parts: Sequence[Tensor], buffers: Sequence[
     Args:
         counts: as ``check_finite`` returns it.
     """
-    control = replica.everyone.control
+    control = replica.world.control
     shards = [local(buffer) for buffer in buffers if is_sharded(buffer)]
     whole = [buffer for buffer in buffers if not is_sharded(buffer)]
     if replica.monitor is None:
@@ -111,7 +111,7 @@ def average_parts_(replica: Replica, parts: Sequence[Tensor], buffers: Sequence[
 @torch.no_grad()
 def mean_square_distance(replica: Replica) -> float:
     """The mean, over replicas, of the squared L2 distance of the parameters to their mean."""
-    control = replica.everyone.control
+    control = replica.world.control
     pairs = zip(replica.parameters.params, replica.parameters.locate(), strict=True)
     # Parts that a replica holds several times count once.
     parts = [part.detach() for param, part in pairs if holds_first_copy(param)]

@@ -55,7 +55,7 @@ def serve_joiners(replica: R) -> R:
     Raises:
         PeerLostError: no member has given it.
     """
-    monitor, transport = replica.monitor, replica.everyone
+    monitor, transport = replica.monitor, replica.world
     if monitor is None:
         return replica
     server = StateServer(replica, monitor)
@@ -166,7 +166,7 @@ def _fetch_state(
     def get(donor: Donor, seconds: float) -> Any:
         return pull(donor, partial, seconds)
 
-    return _ask(monitor, replica.everyone, members, "its state", get, once=once, partial=partial)
+    return _ask(monitor, replica.world, members, "its state", get, once=once, partial=partial)
 
 
 def _ask(

@@ -72,9 +72,9 @@ class Replica(ABC):
         agreed: settings, topology and rule.
 
     Attributes:
-        everyone: connects all workers; used for consistency checks, checkpoints and reports.
+        world: connects all workers; used for consistency checks, checkpoints and reports.
         transport: connects the workers that hold the same part of each replica; its ranks are numbers of replicas. It is
-            ``everyone`` if each worker holds a whole replica.
+            ``world`` if each worker holds a whole replica.
         replicas: the workers of each replica.
         parameters: the trainable parameters, with their names.
         statistics: those of the optimizers, which are averaged in buckets of their own.
@@ -101,7 +101,7 @@ class Replica(ABC):
 
     def __init__(self, model: nn.Module, transport: Transport, agreed: Agreement) -> None:
         self.model = model
-        self.everyone, self.transport, self.replicas = transport, agreed.peers, agreed.replicas
+        self.world, self.transport, self.replicas = transport, agreed.peers, agreed.replicas
         self.settings = agreed.settings
         self.parameters = Parameters(model)
         self.topology = agreed.topology
@@ -190,10 +190,10 @@ class Replica(ABC):
             self.before_first_round = None
         if self.monitor is not None:
             if self.engine.started is None:
-                self.everyone.leave_process_group()
+                self.world.leave_process_group()
             self.monitor.look(self.engine.round)
             self.catch_up()
-        self.everyone.announce(self.engine.round)
+        self.world.announce(self.engine.round)
 
     def use_buckets(self, buckets: list[Bucket]) -> None:
         """Replaces all buckets, after the optimizers."""
@@ -203,7 +203,7 @@ class Replica(ABC):
         if _log.isEnabledFor(logging.DEBUG):
             sizes = [bucket.buffer.plan.numel * bucket.buffer.plan.dtype.itemsize / MIB for bucket in buckets]
             _log.debug(
-                "worker %d: %d buckets, MiB: %s", self.everyone.rank, len(buckets), ", ".join(f"{size:.3g}" for size in sizes)
+                "worker %d: %d buckets, MiB: %s", self.world.rank, len(buckets), ", ".join(f"{size:.3g}" for size in sizes)
             )
         params = dict(zip(self.parameters.names, self.parameters.params, strict=True))
         tell_drifts(self.optimizers, params, self.engine)
@@ -223,14 +223,14 @@ class Replica(ABC):
         if _log.isEnabledFor(logging.DEBUG):
             edge = self.topology.get_edge(self.engine.round)
             what = "with a step" if stepped else "without a step"
-            _log.debug("worker %d: round %d %s, edge %s", self.everyone.rank, self.engine.round, what, edge.ranks)
+            _log.debug("worker %d: round %d %s, edge %s", self.world.rank, self.engine.round, what, edge.ranks)
         self.cadence.add(self.engine.round)
         self.engine.advance()
         self.steps += stepped
 
     def notify_listeners(self) -> None:
         """Notifies the listeners of the end of a round; called outside ``faults``."""
-        self.everyone.report("")  # an earlier error did not end the run
+        self.world.report("")  # an earlier error did not end the run
         for listener in list(self.listeners):
             listener.round_ended()
 
@@ -293,10 +293,10 @@ class Replica(ABC):
         try:
             yield
             self.apply_pending()
-            finish_together(self.everyone, self.engine, self.joins, self.mix_only, self._between_looks)
+            finish_together(self.world, self.engine, self.joins, self.mix_only, self._between_looks)
             self.joins += 1
         except Exception as error:
-            self.everyone.report(f"{type(error).__name__} in round {self.engine.round}: {error}")
+            self.world.report(f"{type(error).__name__} in round {self.engine.round}: {error}")
             raise
         finally:
             self.joining = False
@@ -353,7 +353,7 @@ class Replica(ABC):
             yield
         except BaseException as error:
             self._fault = error
-            self.everyone.report(f"{type(error).__name__}: {error}")
+            self.world.report(f"{type(error).__name__}: {error}")
             raise
 
     def refuse_stopped(self) -> None:
@@ -439,7 +439,7 @@ class Replica(ABC):
         if self.monitor is not None:
             self.monitor.look(self.engine.round)
             self._wait_while_cut_off(at_once=True)
-        engine, control = self.engine, self.everyone.control
+        engine, control = self.engine, self.world.control
         control.begin(what, engine.round if self.monitor is None else self.monitor.newest_round(engine.round))
         rounds = check_same_call(control, engine.round, engine.factor, what, same_round=self.monitor is None)
         if self.monitor is not None:
@@ -459,7 +459,7 @@ class Replica(ABC):
         if self.closed:
             return
         if (error := passing_error(self._handled)) is not None:
-            self.everyone.report(f"{type(error).__name__}: {error}")
+            self.world.report(f"{type(error).__name__}: {error}")
         try:
             with contextlib.ExitStack() as ending:  # from the last line to the first, whatever raises
                 ending.callback(self.engine.drop)
@@ -477,7 +477,7 @@ class Replica(ABC):
             tell_replicas(self.optimizers, 1)
             if self.monitor is not None:
                 self.monitor.close()
-            self.everyone.close()
+            self.world.close()
 
     @property
     def unused(self) -> bool:
@@ -552,7 +552,7 @@ class Replica(ABC):
             TypeError: it is something else; on all workers.
         """
         self.begin_collective("gather")
-        return gather_by_rank(self.everyone.control, value)
+        return gather_by_rank(self.world.control, value)
 
     # -- saves and loads ----------------------------------------------------------------------------------------------
 

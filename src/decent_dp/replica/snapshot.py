@@ -148,7 +148,7 @@ def begin_load(replica: Replica) -> None:
         replica.refuse_stopped()
         replica.parameters.check_unchanged()
 
-    call_on_all(replica.everyone.control, refuse)
+    call_on_all(replica.world.control, refuse)
 
 
 def put_back(replica: Replica, snapshot: dict[str, Any]) -> None:
@@ -197,7 +197,7 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None], 
     """
     # Tensors that are made here have to train, also if the caller is in inference mode.
     with torch.inference_mode(False), torch.no_grad():
-        control = replica.everyone.control
+        control = replica.world.control
 
         def fits() -> str:
             check()
@@ -280,7 +280,7 @@ def _compare(replica: Replica, round_: int, order: str) -> None:
     """Compares the workers' states; ``order``: a digest of the order of this worker's parameters."""
     engine = replica.engine
     now = engine.round if engine.buckets else None
-    found = replica.everyone.control.gather([round_, order, now])
+    found = replica.world.control.gather([round_, order, now])
     if len({round_ for round_, *_ in found}) > 1:
         counts = worker_counts([round_ for round_, *_ in found])
         raise OutOfStepError(

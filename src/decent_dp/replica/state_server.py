@@ -191,6 +191,6 @@ class StateServer(Listener):
             del self._seats[asker]
         epoch = future.result()
         _log.info("worker %d has joined, in epoch %d", rank, epoch.number)
-        calls, bucket = self._replica.everyone.control.calls, self._replica.engine.first_bucket
+        calls, bucket = self._replica.world.control.calls, self._replica.engine.first_bucket
         answer = {"calls": calls, "joins": self._replica.joins, "first_bucket": bucket}
         return pack_message({"epoch": epoch.number, "text": epoch.text, **answer})
