@@ -333,6 +333,21 @@ def test_some_of_the_workers_agree_among_themselves():
     assert net.results == [{}, {"part-1,3/1": {1: "1", 3: "3"}}, {}, {"part-1,3/1": {1: "1", 3: "3"}}, {}]
 
 
+def test_what_one_that_takes_no_part_has_said_before_keeps_nobody_waiting():
+    """Worker 1 was connected to worker 3, which has died since, and does not say so in an agreement that is not its own."""
+    net = Network(4, all_pairs(4))
+    for rank in range(4):
+        net.propose(rank, "call/1", "x")
+    net.run(1.0)
+    net.kill(3)
+    net.run(1.5 + DEAD_AFTER)
+    net.machines[0]._sees[1] = frozenset({0, 3})
+    for rank in (0, 2):
+        net.propose(rank, "part 0 2 3/1", str(rank), among=(0, 2, 3))
+    net.run(3.0 + DEAD_AFTER)
+    assert [net.results[rank]["part 0 2 3/1"] for rank in (0, 2)] == [{0: "0", 2: "2"}] * 2
+
+
 def test_what_is_kept_of_results_is_bounded():
     """Who comes too late for one that is not kept learns that it is over."""
     net = Network(2, all_pairs(2))

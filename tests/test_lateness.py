@@ -115,6 +115,7 @@ def test_wanted_bytes_may_wait_for_an_earlier_exchange_of_their_sender(link, bus
     """Without that excuse a connection that brings nothing for ``dead_after`` is made anew."""
     losses: list[str] = []
     wire = SimpleNamespace(_dead_after=10.0, flow=SimpleNamespace(lose=lambda of, reason: losses.append(reason)))
+    link.pairs[0] = new_pair(8)
     link.state, link.outstanding, link.since, link.moved, link.busy = LinkState.OPEN, 1, 80.0, 90.0, busy
     Wire._judge(wire, link, 101.0)  # type: ignore[arg-type]
     assert len(losses) == lost
@@ -128,3 +129,17 @@ def test_exchanges_are_slow_from_half_a_second_on(monkeypatch, times, slow):
     for round_ in range(8):
         link.record(new_pair(round_, joined=10.0), Verdict.BOTH)
     assert link.is_slow(0) == slow
+
+
+def test_a_doubt_does_not_end_while_bytes_move(link, monkeypatch):
+    """The peer's message is whole, and this worker's own is on its way over a slower direction."""
+    progress, ended = 100.0, False
+    wire = SimpleNamespace(flow=SimpleNamespace(links={1: link}), last_progress=lambda _: progress, has_ended=lambda _: ended)
+    neighbours, pair = WireNeighbours(wire, 0, 10.0, 60.0), new_pair(8, joined=100.0)  # type: ignore[arg-type]
+    assert neighbours._end_of_doubt(pair) == math.inf
+    pair.voted = 101.0
+    assert neighbours._end_of_doubt(pair) == 104.0
+    progress = 110.0
+    assert neighbours._end_of_doubt(pair) == 113.0
+    ended = True  # nobody will vote
+    assert neighbours._end_of_doubt(pair) == 101.0

@@ -33,10 +33,10 @@ class _LastRound:
 
     def begins(self) -> bool:
         """Whether this worker begins a round now."""
-        round_ = self._engine.round
+        round_, newest = self._engine.round, self._transport.newest_round()
         with self._lock:
             # A round that nobody else has begun would be of no use to anybody.
-            begins = self._transport.newest_round() >= round_ if self._vote is None else round_ < self._vote
+            begins = newest >= round_ if self._vote is None else round_ < self._vote
             if begins:
                 self._begun = max(self._begun, round_ + 1)
         return begins
@@ -48,7 +48,7 @@ class _LastRound:
                 self._vote = self._begun
             try:
                 self.votes = self._transport.agree(f"joined/{self._number}", str(self._vote), _WHAT)
-            except RuntimeError as error:  # the transport was closed
+            except Exception as error:  # the transport was closed
                 self.votes.set_exception(error)
 
 
@@ -77,9 +77,10 @@ def finish_together(
             mix_only()
             deadline = time.monotonic() + transport.timeout
         elif time.monotonic() > deadline:
-            missing = ", ".join(f"worker {rank}" for rank in transport.missing(name)) or "one of the workers"
+            missing = transport.missing(f"joined/{number}" if here.done() else name)
+            names = ", ".join(f"worker {rank}" for rank in missing) or "one of the workers"
             raise PeerTimeoutError(
-                f"{missing} not in join(), and no worker has made a round within the process group's timeout of "
+                f"{names} not in join(), and no worker has made a round within the process group's timeout of "
                 f"{transport.timeout:g} s: join() goes around the loop on every worker."
             )
         else:

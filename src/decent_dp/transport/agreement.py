@@ -281,12 +281,15 @@ class Agreements:
         others = self._others if agreement.among is None else sorted(agreement.among)
         return (peer for peer in others if peer != self._rank)
 
-    def _hears(self, peer: int) -> int | None:
+    def _hears(self, peer: int, agreement: _Open) -> int | None:
         """The worker by way of which this one reaches another one: that itself, or one that both are connected to."""
-        if self._view(peer) is View.LINKED:
+        view = self._view(peer)
+        if view is View.LINKED:
             return peer
-        linked = (other for other in self._others if self._view(other) is View.LINKED)
-        return next((other for other in linked if peer in self._sees.get(other, ())), None)
+        linked = [other for other in self._others if self._view(other) is View.LINKED and peer in self._sees.get(other, ())]
+        if view is View.LOST:  # what others have said in former agreements may be old
+            linked = [other for other in linked if agreement.via.get(other) == other]
+        return next(iter(linked), None)
 
     def _decider(self, agreement: _Open) -> tuple[int | None, int]:
         """The worker that is to decide, and the one by way of which this one reaches it; None: it is not clear yet."""
@@ -295,7 +298,7 @@ class Agreements:
                 break
             if self._is_absent(agreement, peer):
                 continue
-            via = self._hears(peer)
+            via = self._hears(peer, agreement)
             if via is not None:
                 return peer, via
             if self._view(peer) is not View.LOST:
@@ -351,7 +354,7 @@ class Agreements:
                 texts[peer] = statement.text
                 continue
             view = self._view(peer)
-            if self._is_absent(agreement, peer) or (view is View.LOST and self._hears(peer) is None):
+            if self._is_absent(agreement, peer) or (view is View.LOST and self._hears(peer, agreement) is None):
                 continue
             agreement.missing.append(peer)
             if view is View.UNKNOWN:
@@ -366,7 +369,7 @@ class Agreements:
 
     def _take_to(self, decider: int, name: str, agreement: _Open, texts: Mapping[int, str]) -> None:
         """A result of another worker than the one that this one stands by."""
-        via = self._hears(decider)
+        via = self._hears(decider, agreement)
         if via is not None:
             self._send(via, self._pack(_RESULT, name, agreement.among, [decider, list(texts.items())]))
 

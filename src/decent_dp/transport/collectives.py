@@ -6,6 +6,7 @@ import contextlib
 import heapq
 import json
 import logging
+import math
 import time
 import zlib
 from collections import Counter
@@ -106,6 +107,8 @@ class Collectives(Control):
         # When this worker began it, and whether it waits for a later one of the others.
         self._began, self._is_waiting = 0.0, False
         self._what = ""
+        # Since when attempts of the same workers have failed, on the monotonic clock.
+        self._failing_since = math.inf
         self._parent: int | None = None
         self._children: tuple[int, ...] = ()
         self._round = 0  # of the present call
@@ -192,7 +195,16 @@ class Collectives(Control):
             raise
         before = self.ranks
         texts = self._agree(what, _FAILED if result is None else _DONE)
-        return result if self.ranks == before and set(texts.values()) == {_DONE} else None
+        if self.ranks == before and set(texts.values()) == {_DONE}:
+            self._failing_since = math.inf
+            return result
+        self._failing_since = min(self._failing_since, time.monotonic()) if self.ranks == before else math.inf
+        if time.monotonic() - self._failing_since > self._timeout:
+            raise PeerLostError(
+                f"{self._describe(what)} has failed again and again for {self._timeout:g} s, though all of the workers "
+                f"{list(self.ranks)} live: some of them do not reach each other. See the network between them."
+            )
+        return None
 
     @property
     def _name(self) -> str:
@@ -284,6 +296,8 @@ class Collectives(Control):
     def _refuse_absent(self, said: Collection[int], what: str) -> None:
         """Raises PeerLostError without ``faults=`` if a worker is gone; the same on all."""
         if self._explain is not None and (absent := [rank for rank in self._all if rank not in said]):
+            if self._rank in absent:
+                raise PeerLostError(f"the others took worker {self._rank} for gone, and go on without it: end this process.")
             raise self._explain(absent, self._describe(what))
 
     def _wait_for_a_later_call(self, theirs: str) -> None:
@@ -402,19 +416,21 @@ class Collectives(Control):
 
 
 def needs_all(
-    found: futures.Future[Mapping[int, str]], world_size: int, explain: Callable[[list[int]], PeerLostError]
+    found: futures.Future[Mapping[int, str]], rank: int, world_size: int, explain: Callable[[list[int]], PeerLostError]
 ) -> futures.Future[Mapping[int, str]]:
-    """The result of an agreement, which fails if one of these workers has no part in it."""
+    """The result of an agreement, which fails if one of these workers has no part in it, though this one has."""
     needed: futures.Future[Mapping[int, str]] = futures.Future()
 
     def check(found: futures.Future[Mapping[int, str]]) -> None:
         if (error := found.exception()) is not None:
             needed.set_exception(error)
-        elif absent := [rank for rank in range(world_size) if rank not in found.result()]:
-            # It may ask the store, and this may be the transport's thread.
-            start_thread(lambda: needed.set_exception(explain(absent)), "decent_dp-notes", needed.set_exception)
-        else:
+            return
+        absent = [other for other in range(world_size) if other not in found.result()]
+        if not absent or rank in absent:
             needed.set_result(found.result())
+        # It may ask the store, and this may be the transport's thread.
+        elif not start_thread(lambda: needed.set_exception(explain(absent)), "decent_dp-notes", needed.set_exception):
+            needed.set_exception(PeerLostError(f"workers {absent} are gone."))
 
     found.add_done_callback(check)
     return needed

@@ -203,8 +203,10 @@ class AllNeeded(Policy):
         return max(began, handle.last_progress()) + self._timeout - now
 
     def give_up(self, handle: WireHandle) -> None:
-        missing = [peer for peer in handle.others if self._wire.has_ended(peer)] or handle.missing()
-        self._expired_at = self._wire.now()
+        ended = [peer for peer in handle.others if self._wire.has_ended(peer)]
+        missing = ended or handle.missing()
+        if not ended:
+            self._expired_at = self._wire.now()
         for pair in handle.pairs:
             self._wire.drop(pair)
         for peer in missing:

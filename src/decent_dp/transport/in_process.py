@@ -181,7 +181,7 @@ class InProcessTransport(Transport):
         return (
             found
             if self.neighbours is not None
-            else needs_all(found, self.world_size, lambda of: self._explain_absent(of, what))
+            else needs_all(found, self.rank, self.world_size, lambda of: self._explain_absent(of, what))
         )
 
     def is_asked(self, name: str) -> bool:

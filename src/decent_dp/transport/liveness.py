@@ -210,8 +210,10 @@ class WireNeighbours(Neighbours, Policy):
     def _end_of_doubt(self, pair: Pair) -> float:
         if not pair.voted:
             return math.inf
-        # Where nobody listens any more nobody will vote.
-        return pair.voted + (0.0 if self._wire.has_ended(pair.receiving.peer) else SILENT * self._dead_after)
+        peer = pair.receiving.peer
+        if self._wire.has_ended(peer):  # nobody will vote
+            return pair.voted
+        return max(pair.voted, self._wire.last_progress(peer)) + SILENT * self._dead_after
 
     def end_without(self, explain: PeerExplain, peer: int) -> None:
         return

@@ -258,7 +258,7 @@ class ProcessGroupTransport(Transport):
         found = self._wire.control_plane.agree(name, text, asks=asks, round_=round_)
         if self.neighbours is not None:
             return found
-        return needs_all(found, self.world_size, lambda absent: self._explain_absent(absent, what))
+        return needs_all(found, self.rank, self.world_size, lambda absent: self._explain_absent(absent, what))
 
     def is_asked(self, name: str) -> bool:
         return self._wire.control_plane.is_asked(name)

@@ -42,6 +42,8 @@ _LOOK = 0.05
 _BEAT = 1.0
 # Seconds for which an exchange waits for a lost connection to be made again.
 _MENDED = 0.25
+# Seconds after the loss of a connection in which the peer dials, if it lives, though it refuses to be dialled.
+_GETS_THROUGH = 1.0
 # Seconds after which other connections have their turn.
 _READ_FOR = 0.02
 # Seconds for which a worker that has dialled successfully refuses the other's dialling, which had begun before.
@@ -160,11 +162,14 @@ class Wire:
     def has_ended(self, peer: int) -> bool:
         """Whether the connection is lost, and nobody listens at the address of this worker any more."""
         link = self.flow.links.get(peer)
-        return link is not None and link.refused
+        # The peer may get through itself, if it needs this worker, too, by now.
+        return link is not None and link.refused and time.monotonic() - link.since > _GETS_THROUGH
 
     def why_lost(self, peer: int) -> BaseException:
         """Why a worker takes no part in an exchange."""
-        link = self.flow.link(peer)
+        link = self.flow.links.get(peer)
+        if link is None:
+            return ConnectionError("there was no connection")
         if link.state in (LinkState.NEW, LinkState.OPEN):  # where they are connected it has waited for too long itself
             return link.cause or link.lost or TimeoutError()
         return link.why_lost
@@ -462,7 +467,7 @@ class Wire:
 
     def _judge(self, link: Link, now: float) -> None:
         brought = max(link.moved, link.since, link.busy)
-        if link.state is LinkState.OPEN and link.outstanding and now - brought > self._dead_after:
+        if link.state is LinkState.OPEN and link.pairs and link.outstanding and now - brought > self._dead_after:
             # The control connection lives, and the peer neither sends what it has offered nor moves an earlier exchange.
             self.flow.lose(link, f"it has brought nothing for {self._dead_after:g} s")
         if link.state is LinkState.BROKEN and link.silence(now) > self._dead_after:
