@@ -79,6 +79,7 @@ class _Open:
         missing: the workers that are waited for, as far as this one knows.
         turns: how often it was time for a question.
         is_asked: somebody wants all to learn of it at once; ``has_asked``: this worker has told them.
+        heard: the workers that have sent something about it.
         told: the workers that were told, since the last look, whom this one is connected to.
     """
 
@@ -92,6 +93,7 @@ class _Open:
     turns: int = 0
     is_asked: bool = False
     has_asked: bool = False
+    heard: set[int] = field(default_factory=set)
     told: set[int] = field(default_factory=set)
 
     def forget_from(self, peer: int, *, has_left: bool = False) -> None:
@@ -198,6 +200,7 @@ class Agreements:
                 self._send(peer, self._pack(_RESULT, name, among, [stands_by, list(result.items())]))
             return
         agreement = self._get(name, among)
+        agreement.heard.add(peer)
         if kind == _RESULT:
             stands_by, texts = content
             if stands_by != agreement.stands_by and agreement.stands_by not in (-1, self._rank):
@@ -288,7 +291,7 @@ class Agreements:
             return peer
         linked = [other for other in self._others if self._view(other) is View.LINKED and peer in self._sees.get(other, ())]
         if view is View.LOST:  # what others have said in former agreements may be old
-            linked = [other for other in linked if agreement.via.get(other) == other]
+            linked = [other for other in linked if other in agreement.heard]
         return next(iter(linked), None)
 
     def _decider(self, agreement: _Open) -> tuple[int | None, int]:
