@@ -17,6 +17,7 @@ from decent_dp.checkpoint import load, save
 from decent_dp.checkpoint.files import Shard, shard_name
 from decent_dp.checkpoint.folder import choose, look, steps_in
 from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.replica.snapshot import settle
 from tests.helpers import SGD, loss, net, values
 from tests.workers import _CONTEXT, Workers, _worker
 
@@ -44,6 +45,7 @@ def trains_and_saves(rank: int, n: int, path: str, journal: str) -> None:
     note.with_suffix(".tmp").rename(note)
     for t in range(model.stats().rounds, 1_000_000):
         loss(model, t, rank).backward()
+        settle(model.replica)  # as the save does: what is passed to it is of the values that it saves
         save(model, path, {"digest": digest(model), "rank": rank}, keep=2, wait=t % 3 == 0)
 
 
