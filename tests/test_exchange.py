@@ -364,3 +364,24 @@ def test_what_comes_after_an_error_does_not_land():
     with pytest.raises(RuntimeError, match="gone"):
         handle.wait()
     assert calls == []
+
+
+def test_a_peer_that_has_ended_costs_no_exchange_with_another_one():
+    """Of several that are in flight. A timeout is waited for once for all of them, and this is none."""
+    ended = {1}
+    wire: Any = SimpleNamespace(
+        now=time.monotonic,
+        stopped=0.0,
+        has_ended=ended.__contains__,
+        last_progress=lambda _: 0.0,
+        why_lost=lambda peer: ConnectionError(f"{peer} is gone"),
+    )
+    policy, own = handles.AllNeeded(wire, 60.0), request(torch.ones(3), 0, ExchangeId(0, 0))
+    dead, alive = (
+        handles.WireHandle(own, [peer], policy, wire, lambda error, peers: RuntimeError(f"{peers}: {error}")) for peer in (1, 2)
+    )
+    with pytest.raises(RuntimeError, match="1 is gone"):
+        policy.give_up(dead)
+    now = time.monotonic()
+    assert policy.seconds_left(dead, now, now) == 0.0
+    assert policy.seconds_left(alive, now, now) > 50

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -115,8 +116,10 @@ def test_wanted_bytes_may_wait_for_an_earlier_exchange_of_their_sender(link, bus
     """Without that excuse a connection that brings nothing for ``dead_after`` is made anew."""
     losses: list[str] = []
     wire = SimpleNamespace(_dead_after=10.0, flow=SimpleNamespace(lose=lambda of, reason: losses.append(reason)))
-    link.pairs[0] = new_pair(8)
     link.state, link.outstanding, link.since, link.moved, link.busy = LinkState.OPEN, 1, 80.0, 90.0, busy
+    Wire._judge(wire, link, 101.0)  # type: ignore[arg-type]
+    assert losses == []  # messages of groups alone have no such excuse, and wait for their timeout
+    link.pairs[0] = new_pair(8)
     Wire._judge(wire, link, 101.0)  # type: ignore[arg-type]
     assert len(losses) == lost
 
@@ -143,3 +146,31 @@ def test_a_doubt_does_not_end_while_bytes_move(link, monkeypatch):
     assert neighbours._end_of_doubt(pair) == 113.0
     ended = True  # nobody will vote
     assert neighbours._end_of_doubt(pair) == 101.0
+
+
+@pytest.mark.parametrize(("voted", "called"), [(0.0, "abandon"), (96.9, "drop")])
+def test_what_is_given_up_is_asked_for_and_what_is_in_doubt_for_too_long_is_dropped(link, monkeypatch, voted, called):
+    calls: list[str] = []
+    settlement = SimpleNamespace(drop=lambda _: calls.append("drop"), abandon=lambda _, late: calls.append("abandon"))
+    wire: Any = SimpleNamespace(
+        flow=SimpleNamespace(links={1: link}, settlement=settlement, epoch=0),
+        call=lambda command: command(),
+        now=lambda: 100.0,
+        patience=lambda *_: 0.0,
+        last_progress=lambda _: 90.0,
+        has_ended=lambda _: False,
+    )
+    pair = new_pair(8, joined=96.0)
+    pair.voted = voted
+    WireNeighbours(wire, 0, 10.0, 60.0).give_up(SimpleNamespace(pairs=[pair]))  # type: ignore[arg-type]
+    assert calls == [called]
+
+
+def test_who_refuses_to_be_dialled_may_get_through_itself(link, monkeypatch):
+    """A firewall may refuse in one direction. Only after a second without a connection has the process ended."""
+    wire: Any = SimpleNamespace(flow=SimpleNamespace(links={1: link}))
+    link.refused, link.since = True, 100.5
+    assert not Wire.has_ended(wire, 1)
+    link.since = 99.5
+    assert Wire.has_ended(wire, 1)
+    assert not Wire.has_ended(wire, 2)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from decent_dp.errors import WireError
 from decent_dp.faults import default_dead_after
 from decent_dp.topo import Edge
 from decent_dp.transport import mailbox as mailbox_module
+from decent_dp.transport.handles import WireHandle
 from decent_dp.transport.link import LinkState, Pair, Receiving, Sending
 from decent_dp.transport.liveness import WireNeighbours
 from decent_dp.transport.mailbox import Mailbox
@@ -119,6 +122,28 @@ def test_what_a_peer_leaves_out_is_not_started(make):
     wait_for(lambda: not two.known.usable(EDGE, EXCHANGE))
     assert two.known.usable(EDGE, ExchangeId(4, 0))
     assert two.known.usable(EDGE, ExchangeId(3, 1))
+
+
+def test_a_doubt_is_waited_for_as_long_as_a_silence_and_then_counted(make):
+    """The other worker has the message and gives signs of life, and does not vote."""
+    two = make(dead_after=2.0)
+    two.there(lambda flow: setattr(flow.settlement, "vote_if_complete", lambda link, bucket: None))
+    verdicts: list[Any] = []
+    wire, request = two.net.wires[0], SimpleNamespace(exchange_id=ExchangeId(0, 0))
+    handle = WireHandle(request, [1], two.known, wire, lambda *_: RuntimeError())  # type: ignore[arg-type]
+    handle.expect(1)
+    for rank, settle in ((0, partial(handle.settle, 1)), (1, verdicts.append)):
+        memory = memoryview(bytearray(100))
+        sending = Sending(1 - rank, (0, 0, 0), memory, lambda: None, print, ready=100)
+        pair = Pair(Receiving(1 - rank, (0, 0, 0), memoryview(bytearray(100)), lambda: None, print), sending, settle)
+        if rank == 0:
+            handle.pairs.append(pair)
+        two.net.wires[rank].open(pair)
+    began = time.monotonic()
+    handle.wait()
+    assert 0.5 < time.monotonic() - began < 1.5
+    assert (handle.verdict, two.known.one_sided) == (Verdict.NEITHER, 1)
+    wait_for(lambda: verdicts == [Verdict.NEITHER])  # the other one learns it
 
 
 def test_a_peer_that_sends_what_was_not_due_costs_its_edge_and_no_more(make):

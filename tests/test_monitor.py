@@ -16,7 +16,7 @@ from decent_dp.faults import Tolerate
 from decent_dp.membership import Epoch, MembershipMonitor
 from decent_dp.membership import monitor as monitor_module
 from decent_dp.replica.consistency import among_the_same, broadcast_object
-from decent_dp.replica.uneven import finish_together
+from decent_dp.replica.uneven import _LastRound, finish_together
 
 
 def make_monitor() -> MembershipMonitor:
@@ -110,6 +110,21 @@ def test_a_worker_that_only_this_one_has_lost_is_missed_until_others_vouch_for_i
         neighbours.lost = neighbours.silent = lambda: [2]
         monitor.look(5)  # and gone again
     assert asked[4:] == [False, True]
+
+
+def test_the_rounds_of_others_are_asked_for_without_a_lock():
+    """Threads of one process have a lock of their own for them, under which they learn the result."""
+    transport: Any = Transport()
+    last = _LastRound(transport, SimpleNamespace(round=3), 0)  # type: ignore[arg-type]
+    held: list[bool] = []
+
+    def newest_round() -> int:
+        held.append(last._lock.locked())
+        return 3
+
+    transport.newest_round = newest_round
+    assert last.begins()
+    assert held == [False]
 
 
 def test_join_waits_for_nobody_without_end():

@@ -13,6 +13,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,8 @@ from decent_dp.errors import OutOfStepError, PeerLostError, PeerTimeoutError
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId
 from decent_dp.transport import collectives as collectives_module
-from decent_dp.transport.collectives import Collectives, spanning_tree
+from decent_dp.transport.agreement import View
+from decent_dp.transport.collectives import Collectives, needs_all, spanning_tree
 from decent_dp.transport.courier import Courier
 from decent_dp.transport.link import LinkState
 from decent_dp.transport.liveness import WireNeighbours
@@ -614,3 +617,49 @@ def test_the_tree_has_two_children_and_leaves_a_node_seldom():
     assert max(sum(parent == rank for parent in parents.values()) for rank in everybody) == 2
     between = sum(parent is not None and nodes[parent] != nodes[rank] for rank, parent in parents.items())
     assert between == 3
+
+
+# -- one worker alone --------------------------------------------------------------------------------------------------------
+
+
+def alone(agree: Callable[..., Any], timeout: float = 60.0) -> Collectives:
+    """Worker 0 of two, without ``faults=``; ``agree`` in place of that of its control plane."""
+    courier = SimpleNamespace(begin=lambda number: None)
+    plane: Any = SimpleNamespace(courier=lambda channel: courier, view=lambda peer: View.LINKED, agree=agree)
+    return Collectives(plane, 0, range(2), ["a", "a"], timeout, explain=lambda ranks, _: PeerLostError(f"{ranks} are gone"))
+
+
+def test_who_was_left_out_does_not_say_that_it_is_gone_itself():
+    result: Future[dict[int, str]] = Future()
+    result.set_result({})
+    with pytest.raises(PeerLostError, match="the others took worker 0 for gone"):
+        alone(lambda *_, **__: result).gather(None)
+
+
+def test_attempts_that_fail_again_and_again_end(monkeypatch):
+    """Two workers that reach each other by way of a third agree, and have no connection for the data."""
+    control = alone(lambda *_: None, timeout=0.2)
+    tries: list[float] = []
+
+    def agree(what: str, text: str) -> dict[int, str]:
+        tries.append(time.monotonic())
+        assert len(tries) < 1000, "it goes on for ever"
+        time.sleep(0.01)
+        return {0: text, 1: "failed"}
+
+    monkeypatch.setattr(control, "_agree", agree)
+    control._number = 1
+    with pytest.raises(PeerLostError, match=r"has failed again and again .* \[0, 1\] live: some of them do not reach"):
+        control.mean(torch.ones(1)).wait()
+    assert tries[-1] - tries[0] > 0.2
+
+
+def test_an_agreement_without_this_worker_is_no_loss_of_another_one():
+    found: Future[dict[int, str]] = Future()
+    needed = needs_all(found, 0, 3, lambda absent: PeerLostError(str(absent)))
+    found.set_result({1: "x"})
+    assert needed.result(5) == {1: "x"}  # who waits for it says what it means
+    other: Future[dict[int, str]] = Future()
+    needed = needs_all(other, 1, 3, lambda absent: PeerLostError(str(absent)))
+    other.set_result({1: "x"})
+    assert str(needed.exception(5)) == "[0, 2]"

@@ -382,3 +382,13 @@ def test_what_was_written_to_a_peer_that_has_ended_counts_as_sent():
     assert not done, "the peer has not said that it has it"
     wires.flow.lose(wires.link, "closed by the peer")
     assert done
+
+
+def test_a_look_why_a_worker_is_lost_makes_no_link():
+    """Another thread walks through them."""
+    net = Net(2, near=True)
+    try:
+        assert isinstance(net.wires[0].why_lost(5), ConnectionError)
+        assert 5 not in net.wires[0].flow.links
+    finally:
+        net.close()
