@@ -387,8 +387,8 @@ def test_messages_without_an_exchange_are_no_error():
     assert end.link.state is LinkState.GONE
 
 
-def test_who_is_in_doubt_asks_and_is_told():
-    """The other end never gets the message, and drops the exchange when it is asked."""
+def one_in_doubt() -> tuple[World, End, End]:
+    """The first end has the message of the second, which never gets its own."""
     world = World(0, (90_000, 1))
     first, second = world.ends
     for end in world.ends:
@@ -400,6 +400,12 @@ def test_who_is_in_doubt_asks_and_is_told():
         world.move(first, 100, [0])
         second.read()
     assert first.link.votes.in_doubt(0)
+    return world, first, second
+
+
+def test_who_is_in_doubt_asks_and_is_told():
+    """The other end drops the exchange when it is asked."""
+    world, first, second = one_in_doubt()
     world.abandon(first)
     assert first.verdicts[0, 0] is None
     for _ in range(4):
@@ -411,16 +417,7 @@ def test_who_is_in_doubt_asks_and_is_told():
 
 
 def test_who_waits_no_longer_for_the_end_of_a_doubt_drops_what_the_other_may_have_mixed():
-    world = World(0, (90_000, 1))
-    first, second = world.ends
-    for end in world.ends:
-        world.open(end, (0, 0, 0))
-        end.flow.go_on()
-    for _ in range(4):
-        world.move(second, 100)
-        first.read()
-        world.move(first, 100, [0])
-        second.read()
+    world, first, _ = one_in_doubt()
     world.drop(first)
     assert (first.verdicts[0, 0], first.flow.settlement.one_sided) == (Verdict.NEITHER, 1)
     assert first.link.state is LinkState.BROKEN, "its memory is the caller's, and libzmq may still read it"

@@ -32,8 +32,7 @@ from decent_dp.transport import (
     run_replicas,
 )
 from decent_dp.transport.collectives import _Said
-from decent_dp.transport.in_process import LocalHub
-from decent_dp.transport.newcomer import _AloneControl
+from decent_dp.transport.in_process import LocalHub, alone
 from tests.helpers import came, compression_of, request
 from tests.workers import shorten
 
@@ -355,7 +354,7 @@ def test_contract_in_process(n):
 
 def test_contract_of_one():
     control(InProcessTransport())
-    newcomer: Any = SimpleNamespace(rank=0, world_size=1, control=_AloneControl(0))
+    newcomer: Any = SimpleNamespace(rank=0, world_size=1, control=alone(3))
     control(newcomer)
 
 

@@ -26,7 +26,7 @@ from decent_dp.transport.link import Key
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.votes import ExchangeId, Verdict
 
-__all__ = ["InProcessTransport", "LocalHub", "run_replicas"]
+__all__ = ["InProcessTransport", "LocalHub", "alone", "run_replicas"]
 
 T = TypeVar("T")
 
@@ -92,9 +92,14 @@ class LocalHub:
                 self._agreements.pop(name, None)
         return agreement.result
 
-    def missing(self, name: str) -> list[int]:
+    def look_at(self, name: str) -> _Agreement:
+        """An agreement as it is now; one that is over, or not begun, is empty."""
         with self._changed:
-            agreement = self._agreements.get(name, _Agreement())
+            return self._agreements.get(name) or _Agreement()
+
+    def missing(self, name: str) -> list[int]:
+        agreement = self.look_at(name)
+        with self._changed:
             return sorted(agreement.among - agreement.texts.keys() - self._lost)
 
     def _decide(self, agreement: _Agreement) -> None:
@@ -319,10 +324,10 @@ class _LocalPlane:
         return self._hub.agree(self._key(name), self._rank, text, among, asks=asks)
 
     def is_asked(self, name: str) -> bool:
-        return self._hub.agreement(self._key(name)).is_asked
+        return self._hub.look_at(self._key(name)).is_asked
 
     def heard(self, name: str) -> list[str]:
-        return list(self._hub.agreement(self._key(name)).texts.copy().values())
+        return list(self._hub.look_at(self._key(name)).texts.copy().values())
 
     def missing(self, name: str) -> list[int]:
         return self._hub.missing(self._key(name))
@@ -342,6 +347,12 @@ class _LocalPlane:
 
     def _key(self, name: str) -> str:
         return f"{self._run_id}/{name}"
+
+
+def alone(rank: int) -> Collectives:
+    """The collectives of a worker that nobody else knows yet."""
+    plane: Any = _LocalPlane(rank, LocalHub(1), "")
+    return Collectives(plane, rank, (rank,), ["here"], 60.0, among=(rank,))
 
 
 def run_replicas(world_size: int, work: Callable[[InProcessTransport], T], timeout: float = 60.0) -> list[T]:

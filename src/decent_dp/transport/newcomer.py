@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-from torch import Tensor
 
 from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
-from decent_dp.transport.base import Control, DeferredHandle, Handle
 from decent_dp.transport.collectives import Collectives
+from decent_dp.transport.in_process import alone
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.process_group import ProcessGroupTransport
 from decent_dp.transport.rendezvous import Rendezvous
@@ -37,7 +34,7 @@ class NewcomerTransport(ProcessGroupTransport):
         self._meet(shared, None)
         self._members: Collectives | None = None
         self._listen()
-        self._control = _AloneControl(self.rank)
+        self._control = alone(self.rank)
 
     @property
     def incarnation(self) -> int:
@@ -46,7 +43,7 @@ class NewcomerTransport(ProcessGroupTransport):
     def tolerate(self, faults: Tolerate) -> Neighbours:
         neighbours = super().tolerate(faults)
         assert isinstance(self._control, Collectives)
-        self._members, self._control = self._control, _AloneControl(self.rank)
+        self._members, self._control = self._control, alone(self.rank)
         return neighbours
 
     def _gather_at_start(self, text: str) -> dict[int, str]:
@@ -77,22 +74,3 @@ class NewcomerTransport(ProcessGroupTransport):
         while set(incarnations) - {*self.neighbours.living(), *self.neighbours.lost()} and time.monotonic() < deadline:
             time.sleep(_LOOK)
         self._control = self._members
-
-
-class _AloneControl(Control):
-    """Of one worker."""
-
-    def __init__(self, rank: int) -> None:
-        self.ranks = (rank,)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        return
-
-    def gather(self, message: Any) -> list[Any]:
-        return [json.loads(json.dumps(message))]
-
-    def gather_tensors(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        return [[tensor.detach().to("cpu", copy=True) for tensor in tensors]]
-
-    def mean(self, tensor: Tensor) -> Handle:
-        return DeferredHandle(lambda: None)
