@@ -29,7 +29,7 @@ from decent_dp.membership import epochs as epochs_module
 from decent_dp.membership.epoch_store import Promise
 from decent_dp.topo import Edge, EveryTopology, Topology, make_topology
 from decent_dp.topo.epochs import EpochTopology
-from decent_dp.transport import InProcessTransport
+from decent_dp.transport import InProcessTransport, Replicas
 from decent_dp.transport.rendezvous import Rendezvous, _unbound, address_key
 from tests.helpers import assert_same, values
 from tests.test_survivor_calls import survivors
@@ -475,6 +475,7 @@ def test_the_address_of_a_process_that_joins_is_found_in_a_store_that_was_restar
         stop(server)
 
 
+REPLICAS = Replicas(tuple((rank,) for rank in range(4)))
 BEFORE = Epoch(1, 40, 7, (0, 1, 2), {2: 3}, "")
 # What its members promise to know.
 SINCE = 1, 40, 7, 3
@@ -496,16 +497,16 @@ def test_an_epoch_counts_the_shares_of_data_before_it():
     """From the newest epoch that one of them knows: five workers since round 10, after 36 shares. A load has changed this."""
     before = Epoch(2, 500, 900, (0, 1, 2, 3, 4), {}, "")
     promises = [promise_of(rank, 20, since=(2, 10, 36, 5)) for rank in (0, 2)] + [promise_of(3, 23, since=(1, 4, 12, 4))]
-    epoch = before.next({promise.rank: promise for promise in promises})
+    epoch = before.next({promise.rank: promise for promise in promises}, REPLICAS)
     assert (epoch.number, epoch.start, epoch.dealt, epoch.members) == (3, 24, 36 + 14 * 5, (0, 2, 3))
     assert Epoch.read(3, epoch.text) == epoch
-    alone = before.next({3: promise_of(3, 23, since=(1, 4, 12, 4))})  # it knows the one before from the store
+    alone = before.next({3: promise_of(3, 23, since=(1, 4, 12, 4))}, REPLICAS)  # it knows the one before from the store
     assert (alone.start, alone.dealt) == (500, 900)
 
 
 def test_who_promises_keeps_its_place_and_no_epoch_begins_before_the_last():
     promises = {0: promise_of(0, 20, joining={3: 9, 2: 8, 1: 2}), 1: promise_of(1, 22), 3: promise_of(3, 22, incarnation=4)}
-    epoch = BEFORE.next(promises)
+    epoch = BEFORE.next(promises, REPLICAS)
     assert epoch.members == (0, 1, 2, 3)  # workers 1 and 3 live, whoever has asked for their places
     assert epoch.incarnations == {2: 8, 3: 4}
     assert (epoch.start, epoch.dealt) == (40, 7)
@@ -513,8 +514,8 @@ def test_who_promises_keeps_its_place_and_no_epoch_begins_before_the_last():
 
 def test_of_several_processes_for_one_place_the_newest_gets_it():
     promises = {0: promise_of(0, 50, joining={2: 8}), 1: promise_of(1, 50, joining={2: 11, 4: 9})}
-    assert BEFORE.next(promises).incarnations == {2: 11, 4: 9}
-    old = BEFORE.next({0: promise_of(0, 50, joining={2: 3})})  # it was a member, and is gone
+    assert BEFORE.next(promises, REPLICAS).incarnations == {2: 11, 4: 9}
+    old = BEFORE.next({0: promise_of(0, 50, joining={2: 3})}, REPLICAS)  # it was a member, and is gone
     assert (old.members, old.incarnations) == ((0,), {2: 3})
 
 
@@ -530,7 +531,7 @@ def test_of_several_processes_for_one_place_the_newest_gets_it():
 )
 def test_whom_nobody_hears_is_left_out(absent, members):
     promises = {rank: promise_of(rank, 50, absent=ranks) for rank, ranks in absent.items()}
-    assert BEFORE.next(promises).members == members
+    assert BEFORE.next(promises, REPLICAS).members == members
 
 
 class Alone:

@@ -17,6 +17,9 @@ from decent_dp.membership import Epoch, MembershipMonitor
 from decent_dp.membership import monitor as monitor_module
 from decent_dp.replica.consistency import among_the_same, broadcast_object
 from decent_dp.replica.uneven import _LastRound, finish_together
+from decent_dp.transport import Replicas
+
+REPLICAS = Replicas(((0,), (1,)))
 
 
 def make_monitor() -> MembershipMonitor:
@@ -30,7 +33,7 @@ def make_monitor() -> MembershipMonitor:
         refuse_failed=lambda: None,
     )
     transport: Any = SimpleNamespace(rank=0, world_size=2, timeout=0.3, rank_in_all=lambda rank: rank)
-    return MembershipMonitor(transport, neighbours, Tolerate(), None)
+    return MembershipMonitor(transport, neighbours, Tolerate(), REPLICAS, None)
 
 
 class Transport:

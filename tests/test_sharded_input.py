@@ -13,7 +13,7 @@ from torch import nn
 
 import decent_dp
 from decent_dp.errors import DisagreementError
-from decent_dp.replica.shards import Replicas
+from decent_dp.replica.shards import assign_replicas
 from decent_dp.replica.snapshot import take
 from decent_dp.topo import Edge, RingTopology
 from decent_dp.transport import InProcessTransport
@@ -320,27 +320,27 @@ def card(rank: int, *ranks: int, alone: bool = False) -> dict[str, Any]:
 
 
 def test_replicas_are_whole_disjoint_and_of_one_size():
-    assert Replicas.of([None, None]).workers == ((0,), (1,))
+    assert assign_replicas([None, None]).workers == ((0,), (1,))
     cards = [card(0, 0, 2), card(1, 1, 3), card(2, 0, 2), card(3, 1, 3)]
-    assert Replicas.of(cards).workers == ((0, 2), (1, 3))
-    assert Replicas.of(cards).peers_of(3) == [2, 3]
-    assert Replicas.of(cards).place_of(2) == (0, 1)
+    assert assign_replicas(cards).workers == ((0, 2), (1, 3))
+    assert assign_replicas(cards).workers_at(1, 2) == [2, 3]
+    assert assign_replicas(cards).place_of(2) == (0, 1)
     # Two workers per node: 0 and its peer 1 share one. If each replica has its own node, 0 and its peer 2 do not.
-    assert Replicas.of(cards).peers_on_node(0, 2) == 2
-    assert Replicas.of([card(0, 0, 1), card(1, 0, 1), card(2, 2, 3), card(3, 2, 3)]).peers_on_node(0, 2) == 1
+    assert assign_replicas(cards).peers_on_node(0, 2) == 2
+    assert assign_replicas([card(0, 0, 1), card(1, 0, 1), card(2, 2, 3), card(3, 2, 3)]).peers_on_node(0, 2) == 1
     # As given, where replicas are whole: users may say that nodes are smaller or larger than they are.
-    assert Replicas.of([None, None]).peers_on_node(0, 8) == 8
+    assert assign_replicas([None, None]).peers_on_node(0, 8) == 8
     # Ranks of a group that is not the default one.
-    assert Replicas.of([card(6, 6, 7), card(7, 6, 7), card(8, 8, 9), card(9, 8, 9)]).workers == ((0, 1), (2, 3))
-    assert Replicas.of([card(0, 0)]).workers == ((0,),)
+    assert assign_replicas([card(6, 6, 7), card(7, 6, 7), card(8, 8, 9), card(9, 8, 9)]).workers == ((0, 1), (2, 3))
+    assert assign_replicas([card(0, 0)]).workers == ((0,),)
     with pytest.raises(ValueError, match="replicas must not overlap"):
-        Replicas.of([card(0, 0, 1), card(1, 0, 1), card(2, 1, 2)])
+        assign_replicas([card(0, 0, 1), card(1, 0, 1), card(2, 1, 2)])
     with pytest.raises(ValueError, match=r"the replica on the workers \[0, 1\] has 2 shards, and that on \[2\] has 1"):
-        Replicas.of([card(0, 0, 1), card(1, 0, 1), card(2, 2)])
+        assign_replicas([card(0, 0, 1), card(1, 0, 1), card(2, 2)])
     with pytest.raises(ValueError, match=r"and \[2\] are not in the process group"):
-        Replicas.of([card(0, 0, 2), card(1, 1)])
+        assign_replicas([card(0, 0, 2), card(1, 1)])
     with pytest.raises(DisagreementError, match=r"sharded on worker 1 .* not on worker 0"):
-        Replicas.of([None, card(1, 1)])
+        assign_replicas([None, card(1, 1)])
 
 
 def in_halves_of_the_world(rank: int, n: int) -> Any:
@@ -366,11 +366,23 @@ def test_two_runs_beside_each_other_with_a_mesh_each(workers):
 
 
 def test_peers_have_the_ranks_of_the_whole():
-    whole = Mock(rank=5, run_id="run", timeout=1.0)
-    peers = Peers(whole, [1, 3, 5], Mock)
+    whole, faults, exchange = Mock(rank=5, run_id="run", timeout=1.0), Mock(), Mock()
+    peers = Peers(whole, [1, 3, 5], 3)
     assert (peers.rank, peers.world_size, peers.rank_in_all(2)) == (2, 3, 5)
     here, there = Edge([0, 2], 0.5), Edge([1, 5], 0.5)
     peers.prepare([here])
     whole.prepare.assert_called_once_with([there])
     peers.start(here, "request")
     whole.start.assert_called_once_with(there, "request")
+    neighbours = peers.tolerate(faults)
+    assert neighbours is whole.tolerate.return_value
+    neighbours.living.return_value = [0, 3, 4, 5]
+    assert peers.table.living() == [1, 2]
+    for verb, own, theirs in (
+        ("usable", (here, exchange), (there, exchange)),
+        ("skip", (here, exchange), (there, exchange)),
+        ("round_of", (1,), (3,)),
+        ("has_dropped", ([0, 1], exchange), ([1, 3], exchange)),
+    ):
+        getattr(peers.table, verb)(*own)
+        getattr(neighbours, verb).assert_called_once_with(*theirs)

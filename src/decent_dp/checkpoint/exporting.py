@@ -225,8 +225,8 @@ def _state(replica: Replica, *, keep: bool) -> dict[str, Any]:
     """The model's state dict on the CPU, whole where it is sharded; empty unless it is to be kept. Called by all workers, of
     whom those of the first replica gather its parts."""
     replica.parameters.locate()
-    first, _ = replica.replicas.place_of(replica.world.rank)
-    gathers = keep if replica.replicas.shards == 1 else first == 0
+    number, _ = replica.replicas.place_of(replica.world.rank)
+    gathers = keep if replica.replicas.shards == 1 else number == min(replica.replicas.whole(replica.world.control.ranks))
     if not gathers:
         return {}
     # A tied parameter is one tensor under all its names, and is gathered once. (Without shards they are copies already.)

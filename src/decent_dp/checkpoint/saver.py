@@ -293,7 +293,9 @@ class Saver(Listener):
             rank, n, round_ = ranks.index(self._transport.rank), len(ranks), snapshot["round"]
             name = folder.step_name(round_, root.attempt, number, self._transport.run_id, n)
             root.known.add(name)
-            groups = [list(workers) for workers in replicas.workers] if replicas.shards > 1 else None
+            groups = None
+            if replicas.shards > 1:
+                groups = [[ranks.index(other) for other in replicas.workers_of(number)] for number in replicas.whole(ranks)]
             record = Record(name, rank, n, round_, model_signature(replica.model), groups)
             keys = {id(tensor): key for key, tensor in tensors.items()}
             trained = {name: keys[id(snapshot["parameters"][name])] for name in replica.parameters.names}

@@ -255,15 +255,11 @@ class Engine:
         self.holes += 1
         return True
 
-    def catch_up(self) -> None:
-        """Goes on in the round of the others, if they have gone on without this worker, which was silent or too late.
+    def go_to(self, target: int) -> None:
+        """Leaves out all rounds before ``target``: the others have gone on without this worker, which was silent or too late.
 
         Called before a round's first bucket. What is in flight is finished when its bucket's turn comes.
         """
-        self.go_to(self._round_of_others())
-
-    def go_to(self, target: int) -> None:
-        """Leaves out all rounds before ``target``."""
         missed: dict[tuple[int, int], tuple[Edge, ExchangeId]] = {}
         first, before = max(self.round, target - _MOST_MISSED), self.holes
         for round_ in range(first, target):
@@ -285,7 +281,7 @@ class Engine:
             self._peers.skip(Edge(sorted(members), 1.0), ExchangeId(round_ - 1, bucket.number))
         self.round = round_
 
-    def _round_of_others(self) -> int:
+    def round_of_others(self) -> int:
         """The first round from the present one on that the other worker of no bucket's edge has passed, or leaves out."""
         peers, round_ = self._peers, self.round
         newest = max(map(peers.round_of, peers.living()), default=-1)

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from torch._C._distributed_c10d import Store
 
 from decent_dp.membership.index import Entry, enter
+from decent_dp.transport import Replicas
 from decent_dp.transport.rendezvous import ROOT, RUNS
 from decent_dp.transport.store import StoreClient, count_of, read_bytes, warn_of_unreadable
 
@@ -48,7 +49,7 @@ class Promise:
         until: it mixes with nobody after this round before it knows the epoch.
         absent: those that it cannot hear.
         joining: incarnations of processes that have asked it for a seat, by rank.
-        since: number, start, dealt and size of the newest epoch that names it.
+        since: number, start, dealt and size (in replicas) of the newest epoch that names it.
     """
 
     rank: int
@@ -111,10 +112,11 @@ class Epoch:
             return None if value is None else cls.read(number, value.decode())
         return None
 
-    def next(self, promises: Mapping[int, Promise]) -> Epoch:
+    def next(self, promises: Mapping[int, Promise], replicas: Replicas) -> Epoch:
         """The epoch after this one: of those that have promised, by rank, and of the processes that have asked them.
 
-        Whom none of the others hears is left out: it would be a hole for all of them, and nobody would miss it.
+        Whom none of the others hears is left out: it would be a hole for all of them, and nobody would miss it. So is a replica
+        of which a worker is missing.
         """
         missed = Counter(rank for promise in promises.values() for rank in promise.absent)
         heard = {rank for rank in promises if missed[rank] < len(promises) - 1}
@@ -124,16 +126,23 @@ class Epoch:
                 # Who has promised lives, though the member that a process has asked does not hear it.
                 if rank not in promises and incarnation > max(joining.get(rank, 0), self.incarnations.get(rank, 0)):
                     joining[rank] = incarnation
+        named = {*(heard or promises), *joining}
+        members = tuple(sorted(rank for number in replicas.whole(named) for rank in replicas.workers_of(number)))
+        joining = {rank: incarnation for rank, incarnation in joining.items() if rank in members}
         seated = {rank: promise.incarnation for rank, promise in promises.items() if promise.incarnation}
         incarnations = dict(sorted({**self.incarnations, **joining, **seated}.items()))
         # Shares of data are counted from the newest epoch that one of them knows. A load may have changed its start since.
         said = [promise.since for promise in promises.values()]
-        own = self.number, self.start, self.dealt, len(self.members)
+        own = self.number, self.start, self.dealt, len(replicas.whole(self.members))
         _, since, before, size = max([*said, own], key=lambda known: known[0])
         # An epoch may follow another one before that begins. It does not begin earlier.
         start = max([since, *(promise.until + 1 for promise in promises.values())])
-        members = tuple(sorted({*(heard or promises), *joining}))
-        entries = {"start": start, "dealt": before + (start - since) * size, "members": members, "incarnations": incarnations}
+        entries = {
+            "start": start,
+            "dealt": before + (start - since) * size,
+            "members": members or sorted(named),  # no replica is whole: all of them end
+            "incarnations": incarnations,
+        }
         return Epoch.read(self.number + 1, json.dumps(entries, separators=(",", ":")))
 
 

@@ -23,6 +23,7 @@ incarnations of all its members, for those that have missed earlier ones.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import weakref
@@ -32,7 +33,7 @@ from dataclasses import replace
 
 from decent_dp.membership.epoch_store import Epoch, EpochStore, Promise
 from decent_dp.topo.epochs import EpochTopology
-from decent_dp.transport import Neighbours
+from decent_dp.transport import Neighbours, Replicas
 from decent_dp.transport.waiter import start_thread
 
 __all__ = ["Epochs"]
@@ -70,10 +71,12 @@ class Epochs:
     Its membership thread makes all calls of the store, which may hang. It begins with the first ``look``.
 
     Args:
-        topology: of the rounds; it is changed.
+        topology: of the rounds of replicas; it is changed.
         incarnation: of this process.
+        replicas: their workers are members together; None: each worker is one.
 
     Attributes:
+        limit: the training thread comes to no epoch of a larger number.
         newest: the newest epoch that names this worker, as its training thread knows them; it may begin later.
         replaced: another process is this worker by now.
         absent: the workers that were gone for this one when it made its last promise.
@@ -89,8 +92,11 @@ class Epochs:
         topology: EpochTopology,
         store: EpochStore,
         incarnation: int = 0,
+        replicas: Replicas | None = None,
     ) -> None:
         self._rank, self._incarnation = rank, incarnation
+        self.replicas = Replicas(tuple((rank,) for rank in range(world_size))) if replicas is None else replicas
+        self.limit: float = math.inf
         self._neighbours, self._topology, self._store = neighbours, topology, store
         self.replaced = False
         self.absent: frozenset[int] = frozenset()
@@ -116,6 +122,12 @@ class Epochs:
         self._left = 0
         # Whether it has lost epochs; whether it may have none since the run begins; and when the next look at that is due.
         self._is_forgotten, self._begins, self._keep_at = False, not incarnation, 0.0
+
+    @property
+    def coming(self) -> int:
+        """The number of the newest epoch that the training thread can come to."""
+        with self._lock:
+            return self._new[-1].number if self._new else self.newest.number
 
     @property
     def is_member(self) -> bool:
@@ -150,7 +162,7 @@ class Epochs:
         """This process, which has joined, is a member from this epoch on."""
         with self._lock:
             self._known = self.newest = self._own = epoch
-        self._topology.change(epoch.start, epoch.members, since=epoch.start)
+        self._topology.change(epoch.start, self.replicas.whole(epoch.members), since=epoch.start)
         self._neighbours.enter_epoch(epoch.number)
 
     def knows(self, round_: int) -> bool:
@@ -212,10 +224,10 @@ class Epochs:
     def _apply(self, round_: int) -> Epoch | None:
         """The training thread comes to the next epoch, which it returns."""
         with self._lock:
-            if not self._new:
+            if not self._new or self._new[0].number > self.limit:
                 return None
             self.newest = epoch = self._new.pop(0)
-        self._topology.change(epoch.start, epoch.members, since=round_ - 2 * self._topology.longest_turn())
+        self._topology.change(epoch.start, self.replicas.whole(epoch.members), since=round_ - 2 * self._topology.longest_turn())
         return epoch
 
     def _begin_to_mix(self) -> None:
@@ -316,7 +328,8 @@ class Epochs:
         """Whether this worker wants another epoch. The lowest member brings one back that the store has lost."""
         now = time.monotonic()
         with self._lock:
-            offered = any(now - since >= _SETTLE for _, since, _ in self._candidates.values())
+            ready = [rank for rank, (_, since, _) in self._candidates.items() if now - since >= _SETTLE]
+            offered = bool(self.replicas.whole(ready))
             is_lowest = self._is_forgotten and self._rank == min(self._here(), default=-1)
             return self._wanted or offered or self._wants_back() or (is_lowest and self._is_most(self._here()))
 
@@ -344,7 +357,7 @@ class Epochs:
                 self.reserved_until = self._neighbours.reserve_until(_AHEAD, _LEAST)
                 self._promised_at = time.monotonic()
                 joining = {rank: incarnation for rank, (incarnation, _, _) in self._candidates.items()}
-                since = self._own.number, self._own.start, self._own.dealt, len(self._own.members)
+                since = self._own.number, self._own.start, self._own.dealt, len(self.replicas.whole(self._own.members))
                 absent = tuple(sorted(self.absent.union(self._neighbours.silent())))
                 self._promise = Promise(self._rank, self._incarnation, self.reserved_until, absent, joining, since)
                 _log.info(
@@ -370,7 +383,7 @@ class Epochs:
         self._is_told = self._rank in promises
         if not self._is_told or not self._are_enough(known, promises, waited):
             return None
-        decided = self._store.decide(known.next(promises), is_newest=self._is_most(promises))
+        decided = self._store.decide(known.next(promises, self.replicas), is_newest=self._is_most(promises))
         if decided is None:
             self._warn(f"the members cannot change, as the store has lost epochs, and most of epoch {known.number} are missing")
         return decided

@@ -10,7 +10,7 @@ from decent_dp.errors import PeerLostError
 from decent_dp.faults import Roster, Tolerate
 from decent_dp.membership.epoch_store import Epoch
 from decent_dp.membership.epochs import Epochs
-from decent_dp.transport import Neighbours, Transport
+from decent_dp.transport import Neighbours, Replicas, Transport
 from decent_dp.transport.repeats import Repeats
 
 __all__ = ["MembershipMonitor"]
@@ -27,15 +27,19 @@ class MembershipMonitor:
     """Looks at the other workers once a round, where faults are tolerated. It sees those that this worker is connected to.
 
     Args:
+        transport: of all workers.
         epochs: changes the members; None for a topology that cannot be rebuilt.
 
     Attributes:
-        neighbours, faults, epochs: those given.
+        neighbours, faults, replicas, epochs: those given.
         callbacks: called with the old and the new roster when an epoch begins.
     """
 
-    def __init__(self, transport: Transport, neighbours: Neighbours, faults: Tolerate, epochs: Epochs | None) -> None:
-        self._transport, self.neighbours, self.faults, self.epochs = transport, neighbours, faults, epochs
+    def __init__(
+        self, transport: Transport, neighbours: Neighbours, faults: Tolerate, replicas: Replicas, epochs: Epochs | None
+    ) -> None:
+        self._transport, self.neighbours, self.faults = transport, neighbours, faults
+        self.replicas, self.epochs = replicas, epochs
         self.callbacks: list[Callable[[Roster, Roster], None]] = []
         self._silent: set[int] = set()
         self._lost: set[int] = set()
@@ -70,14 +74,15 @@ class MembershipMonitor:
     @property
     def roster(self) -> Roster:
         """The newest epoch, and who of it is left out."""
-        members, silent, rank = self.members, self.neighbours.silent(), self._transport.rank
+        silent, (own, _) = set(self.neighbours.silent()), self.replicas.place_of(self._transport.rank)
+        members = self.replicas.whole(self.members)
         number = 0 if self.epochs is None else self.epochs.newest.number
         is_in = self.epochs is None or self.epochs.is_member
-        holes = tuple(seat for seat, member in enumerate(members) if member in silent)
+        holes = tuple(seat for seat, member in enumerate(members) if silent.intersection(self.replicas.workers_of(member)))
         start, dealt = self._origin
         if self.epochs is not None:
             start, dealt = self.epochs.newest.start, self.epochs.newest.dealt
-        return Roster(number, members.index(rank) if is_in else -1, len(members), members, holes, start, dealt)
+        return Roster(number, members.index(own) if is_in else -1, len(members), members, holes, start, dealt)
 
     def knows(self, round_: int) -> bool:
         """``Epochs.knows``."""
@@ -213,18 +218,19 @@ class MembershipMonitor:
         return rank in self.neighbours.lost() or rank not in self.members or self.epochs.is_seated(rank, incarnation)
 
     def newest_members(self) -> dict[int, int]:
-        """The incarnations of the other members of the newest epoch in the store, by rank."""
+        """The incarnations, by rank, of those of the newest epoch in the store that have this worker's part of a replica."""
         epoch = None if self.epochs is None else self.epochs.newest_in_store()
         return self._incarnations(self.members if epoch is None else epoch.members, epoch)
 
     def living_members(self) -> dict[int, int]:
-        """The incarnations of the other members that this worker is connected to, by rank."""
-        epoch = None if self.epochs is None else self.epochs.newest
-        return self._incarnations(set(self.members) & set(self.neighbours.living()), epoch)
+        """As ``newest_members``, of those that this worker is connected to."""
+        epoch, living = None if self.epochs is None else self.epochs.newest, self.neighbours.living()
+        return {rank: number for rank, number in self._incarnations(self.members, epoch).items() if rank in living}
 
     def _incarnations(self, ranks: Collection[int], epoch: Epoch | None) -> dict[int, int]:
-        known = {} if epoch is None else epoch.incarnations
-        return {rank: known.get(rank, 0) for rank in ranks if rank != self._transport.rank}
+        known, (own, position) = ({} if epoch is None else epoch.incarnations), self.replicas.place_of(self._transport.rank)
+        others = [self.replicas.workers_of(number)[position] for number in self.replicas.whole(ranks) if number != own]
+        return {rank: known.get(rank, 0) for rank in others}
 
     def enter(self, epoch: Epoch) -> None:
         """This process is a member from this epoch on."""
@@ -245,7 +251,7 @@ class MembershipMonitor:
             (self._silent - silent, "back: its exchanges continue"),
         ):
             for rank in sorted(who):
-                _log.warning("round %d: worker %d is %s", round_, self._transport.rank_in_all(rank), what)
+                _log.warning("round %d: worker %d is %s", round_, rank, what)
 
     def _check_cut_off(self) -> None:
         now = time.monotonic()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["average_parts_", "check_finite", "mean_square_distance"]
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @torch.no_grad()
@@ -72,11 +74,13 @@ def check_finite(
                 "there, as BatchNorm's reset_running_stats() does, or leave buffers out (averaged(buffers=False) of "
                 "gossip(), sync_buffer_in_global_avg=False of the wrapper)."
             )
-    if problems and (replica.monitor is None or len(problems) == len(found)):
+    number_of = {rank: replica.replicas.place_of(rank)[0] for rank in replica.world.control.ranks}
+    bad = {number_of[rank] for rank in problems}
+    if problems and (replica.monitor is None or bad == {*number_of.values()}):
         raise NonFiniteError(next(iter(problems.values())))
     if problems:
         _log.warning("%s is without the replicas of workers %s, which hold a NaN or an infinity", what, list(problems))
-    return replica.world.rank not in problems
+    return number_of[replica.world.rank] not in bad
 
 
 @torch.no_grad()
@@ -93,19 +97,33 @@ def average_parts_(replica: Replica, parts: Sequence[Tensor], buffers: Sequence[
     shards = [local(buffer) for buffer in buffers if is_sharded(buffer)]
     whole = [buffer for buffer in buffers if not is_sharded(buffer)]
     if replica.monitor is None:
-        distances = average_(replica.transport.control, parts)
-        average_(replica.transport.control, shards)
+        distances = average_(replica.control_of_part(), [*parts, *shards])
         average_(control, whole)
-        return distances
+        return distances[: len(parts)]
 
     def average_copies() -> tuple[list[Tensor], list[Tensor]]:
-        copies = [tensor.clone() for tensor in (*parts, *whole)]
-        return copies, average_(control, copies, counts)
+        copies = [tensor.clone() for tensor in (*parts, *shards, *whole)]
+        part, split = replica.control_of_part(), len(parts) + len(shards)
+        distances = average_(part, copies[:split], counts)
+        average_(control, copies[split:], counts)
+        return copies, distances
 
-    copies, distances = among_the_same(control, average_copies)
-    for tensor, copy in zip((*parts, *whole), copies, strict=True):
+    copies, distances = _among_whole_replicas(replica, average_copies)
+    for tensor, copy in zip((*parts, *shards, *whole), copies, strict=True):
         tensor.copy_(copy)
     return distances[: len(parts)]
+
+
+def _among_whole_replicas(replica: Replica, call: Callable[[], T]) -> T:
+    """As ``among_the_same``, for means of parts (``Replica.control_of_part``): all parts are of the same replicas."""
+    control = replica.world.control
+    while True:
+        ranks, result = control.ranks, among_the_same(control, call)
+        if replica.replicas.shards > 1:
+            control.gather(None)  # who was lost in the mean of another part?
+            replica.wait_for_whole_replicas()
+        if control.ranks == ranks:
+            return result
 
 
 @torch.no_grad()
@@ -115,13 +133,20 @@ def mean_square_distance(replica: Replica) -> float:
     pairs = zip(replica.parameters.params, replica.parameters.locate(), strict=True)
     # Parts that a replica holds several times count once.
     parts = [part.detach() for param, part in pairs if holds_first_copy(param)]
-    counts = None if replica.monitor is None else all(map(all_finite, parts))
+    is_finite = None if replica.monitor is None else all(map(all_finite, parts))
+    mates = replica.replicas.workers_of(replica.transport.rank)
 
     def gather() -> list[float | None]:
-        if counts is not None and not any(control.gather(counts)):
-            return []
-        square = squared_distance(replica.transport.control, parts, counts)
+        counts = None
+        if is_finite is not None:
+            found = dict(zip(control.ranks, control.gather(is_finite), strict=True))
+            counts = all(found.get(rank, False) for rank in mates)
+            if not any(
+                all(found[rank] for rank in replica.replicas.workers_of(number)) for number in replica.replicas.whole(found)
+            ):
+                return []
+        square = squared_distance(replica.control_of_part(), parts, counts)
         return control.gather(None if counts is False else square)
 
-    squares = [square for square in among_the_same(control, gather) if square is not None]
+    squares = [square for square in _among_whole_replicas(replica, gather) if square is not None]
     return sum(squares) * replica.replicas.shards / len(squares) if squares else float("nan")

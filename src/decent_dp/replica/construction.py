@@ -21,16 +21,16 @@ from decent_dp.replica.consistency import call_on_all, check_consistency, compar
 from decent_dp.replica.devices import gpus_of, refuse_wrong_device, warn_of_shared_gpus
 from decent_dp.replica.options import Options, warn_of_rates
 from decent_dp.replica.settings import Settings
-from decent_dp.replica.shards import Replicas, is_sharded, local
+from decent_dp.replica.shards import assign_replicas, is_sharded, local
 from decent_dp.replica.shutdown import closed_on_error
 from decent_dp.replica.statistics import refuse_isolated
 from decent_dp.rules import DriftCorrection, Rule
 from decent_dp.rules.base import rule_settings
-from decent_dp.topo import Topology, TopologyReg, make_topology
+from decent_dp.topo import Edge, Topology, TopologyReg, make_topology
 from decent_dp.topo.epochs import EpochTopology
 from decent_dp.topo.holes import check_pairs
 from decent_dp.topo.registry import why_unfit
-from decent_dp.transport import Neighbours, NewcomerTransport, Transport
+from decent_dp.transport import Neighbours, NewcomerTransport, Replicas, Transport
 
 __all__ = ["Agreement", "Arguments", "connect_replicas"]
 
@@ -112,8 +112,8 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
             refuse_isolated(given.sharing, made)
         narrow = any(param.itemsize < 4 for param in model.parameters())
         if given.faults is not None:
-            _refuse_intolerant(made, replicas, given.rule)
-            make, most = _maker(given.topology, local_world_size), most_workers(given.faults)
+            _refuse_intolerant(made, given.rule)
+            make, most = _maker(given.topology, local_world_size), most_workers(given.faults) // replicas.shards
             if make is not None:
                 _refuse_unfit_later(given, make, peers.world_size, most, narrow=narrow)
             made = _with_epochs(made, make, most, peers.rank)
@@ -124,7 +124,13 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         shared: Mapping[str, Any] = {
             "model": model_signature(model),
             "topology": made.fingerprint(),
-            "settings": {**given.settings.signature(), "rule": rule_settings(given.rule), **given.more, "faults": faults},
+            "settings": {
+                **given.settings.signature(),
+                "rule": rule_settings(given.rule),
+                **given.more,
+                "faults": faults,
+                "workers of each replica": replicas.workers,
+            },
             "optimizers": given.options.alike,
         }
         if isinstance(transport, NewcomerTransport):
@@ -142,16 +148,26 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
     joins = isinstance(transport, NewcomerTransport)
     with closed_on_error(transport, owned or joins), torch.no_grad():
         given = call_on_all(transport.control, check_all)
-        meshes = transport.control.gather(given.mesh)
-        replicas = Replicas.of(meshes * transport.world_size if joins else meshes)
-        peers = transport if replicas.shards == 1 else transport.among(replicas.peers_of(transport.rank))
+        if isinstance(transport, NewcomerTransport):
+            replicas = _replicas_of_run(transport, given.mesh)
+        else:
+            replicas = assign_replicas(transport.control.gather(given.mesh))
+        peers = transport
+        if replicas.shards > 1:
+            _, position = replicas.place_of(transport.rank)
+            count = max(len(replicas.workers), most_workers(given.faults) // replicas.shards)
+            peers = transport.among(replicas.workers_at(position, count), len(replicas.workers))
         agreed = check_consistency(transport.control, transport.rank, attempt)
         if agreed.faults is not None:
             agreed = replace(agreed, neighbours=peers.tolerate(agreed.faults))
         tensors = [*model.parameters(), *model.buffers()]
-        broadcast_(peers.control, [local(tensor) for tensor in tensors if is_sharded(tensor)])
+        if replicas.shards > 1:
+            part = transport.control.part(replicas.workers_at(replicas.place_of(transport.rank)[1], len(replicas.workers)))
+            broadcast_(part, [local(tensor) for tensor in tensors if is_sharded(tensor)])
         broadcast_(transport.control, [tensor for tensor in tensors if not is_sharded(tensor)])
         peers.prepare(agreed.topology._edges_ahead(_PREPARED_ROUNDS))
+        if replicas.shards > 1:
+            transport.prepare([Edge(list(replicas.workers_of(peers.rank)), 1.0)])  # they look at each other
         # This gather comes last, so that a worker that exits right away is still there for all collectives before it.
         rates, gpus = zip(*transport.control.gather([given.options.rates, gpus_of(model) if owned else []]), strict=True)
         warn_of_rates(rates)
@@ -217,14 +233,36 @@ def _for_members(name: str, local_world_size: int, count: int) -> Topology:
     return make_topology("base-2", local_world_size=local_world_size, world_size=count, rank=0)
 
 
-def _refuse_intolerant(topology: Topology, replicas: Replicas, rule: Rule) -> None:
-    """Raises ValueError if faults cannot be tolerated with this topology or rule, or with replicas of several workers."""
-    check_pairs(topology, "faults=Tolerate(...)")
-    if replicas.shards > 1:
+def _replicas_of_run(transport: NewcomerTransport, mesh: Mapping[str, Any] | None) -> Replicas:
+    """The replicas of the run that this process joins.
+
+    Args:
+        mesh: of this process's replica (``describe_mesh``).
+
+    Raises:
+        ValueError: the mesh does not fit.
+    """
+    replicas = Replicas(tuple(map(tuple, transport.signature["settings"]["workers of each replica"])))
+    shards = 1 if mesh is None else len(mesh["ranks"])
+    if shards != replicas.shards:
         raise ValueError(
-            f"faults=Tolerate(...) needs whole replicas, and each of these is sharded over {replicas.shards} workers, which a "
-            "fault of one would stop: leave faults out, or do not shard the model."
+            f"a replica of this run has {replicas.shards} workers, and this model is sharded over {shards}: start as many "
+            "processes together, and call fully_shard over all of them."
         )
+    number, position = replicas.place_of(transport.rank)
+    own = 0 if mesh is None else mesh["ranks"].index(mesh["rank"])
+    if own != position:
+        raise ValueError(
+            f"worker {transport.rank} of this run has part {position} of replica {number}, and this process has part {own} of "
+            f"its mesh: replica {number} is the workers {list(replicas.workers_of(number))}, in the order of the mesh. Give "
+            "each process the rank of its part (decent_dp.join(rank=...))."
+        )
+    return replicas
+
+
+def _refuse_intolerant(topology: Topology, rule: Rule) -> None:
+    """Raises ValueError if faults cannot be tolerated with this topology or rule."""
+    check_pairs(topology, "faults=Tolerate(...)")
     if isinstance(rule, DriftCorrection):
         raise ValueError(
             "faults=Tolerate(...) does not go with DriftCorrection: without a worker the corrections of the others no longer "

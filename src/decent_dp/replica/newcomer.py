@@ -14,10 +14,11 @@ from decent_dp.errors import CheckpointError, PeerLostError
 from decent_dp.membership import Epoch, MembershipMonitor
 from decent_dp.replica.consistency import tensor_sizes
 from decent_dp.replica.replica import Listener, Replica
+from decent_dp.replica.shards import mesh_of
 from decent_dp.replica.snapshot import put_back, replace_values
 from decent_dp.replica.state_server import StateServer
 from decent_dp.replica.transfer import Donor, NotYetError, PartialState, pull
-from decent_dp.transport import NewcomerTransport, Transport
+from decent_dp.transport import NewcomerTransport, Transport, gather_in_mesh
 
 __all__ = ["serve_joiners"]
 
@@ -98,32 +99,49 @@ class _Joiner:
         return found
 
     def enter(self) -> None:
-        """Becomes a member, and continues in the first round of the epoch."""
+        """Becomes a member, together with the others of its replica, and continues in the first round of the epoch."""
         replica, transport, monitor = self._replica, self._transport, self._monitor
-        own, incarnation = transport.rank, transport.incarnation
+        own, (number, position) = transport.rank, replica.replicas.place_of(transport.rank)
+        mates = dict(self._gather([own, transport.incarnation]))
+        if set(mates) != {*replica.replicas.workers_of(number)}:
+            raise ValueError(
+                f"replica {number} of this run is the workers {list(replica.replicas.workers_of(number))}, and the processes "
+                f"of this mesh have the ranks {sorted(mates)}: start the workers of one replica together "
+                "(decent_dp.join(rank=...))."
+            )
 
-        def seat(donor: Donor, seconds: float) -> tuple[Epoch, dict[str, Any]]:
-            answer, _ = donor.get({"want": "seat"}, seconds)
-            epoch = Epoch.read(answer["epoch"], answer["text"])
-            if epoch.incarnations.get(own) != incarnation or own not in epoch.members:
-                raise PeerLostError(f"another process has taken the place of worker {own}: end this one.")
-            return epoch, answer
+        def seat(donor: Donor, seconds: float) -> dict[str, Any]:
+            answer, _ = donor.get({"want": "seat", "for": list(mates.items())}, seconds)
+            return answer
 
         # The epoch waits for workers that have been silent for less than ``dead_after``, and some may fall silent meanwhile.
-        patience = _STUCK + 2 * monitor.faults.dead_after
-        _, (epoch, answer) = _ask(monitor, transport, self._members, "a seat", seat, patience=patience)
+        patience, answer = _STUCK + 2 * monitor.faults.dead_after, None
+        if position == 0:  # asks for all of them
+            _, answer = _ask(monitor, transport, self._members, "a seat", seat, patience=patience)
+        answer = next(found for found in self._gather(answer) if found is not None)
+        epoch = Epoch.read(answer["epoch"], answer["text"])
+        if any(epoch.incarnations.get(rank) != mates[rank] or rank not in epoch.members for rank in mates):
+            raise PeerLostError(f"another process has taken the place of worker {own}: end this one.")
         if answer["first_bucket"] != replica.engine.first_bucket:  # the others have loaded another state in the meantime
             self.fetch()
+        # The parts of the state may be those of different rounds.
         fetched = replica.engine.round
+        first = max([epoch.start, *self._gather(fetched)])
         monitor.enter(epoch)
         replica.joins = answer["joins"]
         others = {rank: epoch.incarnations.get(rank, 0) for rank in epoch.members if rank != own}
-        first = max(epoch.start, fetched)
         with monitor.neighbours.paused():
             transport.enter(others, answer["calls"], first)
-            replica.engine.enter(first, epoch.members)
+            replica.engine.enter(first, replica.replicas.whole(epoch.members))
+        if replica.mates is not None:
+            replica.mates.start(mates[min(mates)])
         # The others have made about as many steps as rounds.
         replica.steps += first - fetched
+
+    def _gather(self, value: Any) -> list[Any]:
+        """The values of the workers of this replica."""
+        mesh = mesh_of(self._replica.model)
+        return [value] if mesh is None else gather_in_mesh(mesh, value)
 
 
 class _Healer(Listener):

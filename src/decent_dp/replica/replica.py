@@ -31,16 +31,18 @@ from decent_dp.replica.averaging import average_parts_, check_finite, mean_squar
 from decent_dp.replica.cadence import Cadence
 from decent_dp.replica.consistency import check_same_call, gather_by_rank
 from decent_dp.replica.construction import Agreement
+from decent_dp.replica.mates import Mates
 from decent_dp.replica.mean import Mean
 from decent_dp.replica.module_hooks import ModuleHooks
 from decent_dp.replica.parameters import Parameters
 from decent_dp.replica.registry import register
+from decent_dp.replica.shards import fsdp_modules
 from decent_dp.replica.shutdown import passing_error, shut_down
 from decent_dp.replica.statistics import Statistics, tell_drifts, tell_replicas
 from decent_dp.replica.stats import Stats
 from decent_dp.replica.uneven import finish_together
 from decent_dp.topo.epochs import EpochTopology
-from decent_dp.transport import NewcomerTransport, PeerTable, Transport
+from decent_dp.transport import Control, NewcomerTransport, Transport
 
 __all__ = ["Listener", "Replica"]
 
@@ -72,7 +74,7 @@ class Replica(ABC):
         agreed: settings, topology and rule.
 
     Attributes:
-        world: connects all workers; used for consistency checks, checkpoints and reports.
+        world: connects all workers; used for collectives, checkpoints and reports.
         transport: connects the workers that hold the same part of each replica; its ranks are numbers of replicas. It is
             ``world`` if each worker holds a whole replica.
         replicas: the workers of each replica.
@@ -88,7 +90,7 @@ class Replica(ABC):
         joining: whether it is inside ``join``. ``joins``: how often all workers have left it.
         closed: whether rounds are over.
         superseded: whether it was closed because a newer replica took the model over.
-        monitor: the other workers, where faults are tolerated.
+        monitor: the other workers, where faults are tolerated; ``mates``: those of them that hold parts of this replica.
     """
 
     # The name of the driver in snapshots, and in messages.
@@ -106,8 +108,9 @@ class Replica(ABC):
         self.parameters = Parameters(model)
         self.topology = agreed.topology
         neighbours, compression = agreed.neighbours, check_compression(agreed.settings.compression)
-        self.engine = Engine(self.transport, self.topology, agreed.rule, compression, neighbours or PeerTable())
+        self.engine = Engine(self.transport, self.topology, agreed.rule, compression, self.transport.table)
         self.monitor: MembershipMonitor | None = None
+        self.mates: Mates | None = None
         # Of a process that joins a run: makes it a member.
         self.before_first_round: Callable[[], None] | None = None
         if neighbours is not None and agreed.faults is not None:
@@ -115,8 +118,12 @@ class Replica(ABC):
             if isinstance(self.topology, EpochTopology) and agreed.epochs is not None:
                 rank, n = transport.rank, transport.world_size
                 incarnation = transport.incarnation if isinstance(transport, NewcomerTransport) else 0
-                epochs = Epochs(rank, n, neighbours, self.topology, agreed.epochs, incarnation)
-            self.monitor = MembershipMonitor(self.transport, neighbours, agreed.faults, epochs)
+                epochs = Epochs(rank, n, neighbours, self.topology, agreed.epochs, incarnation, self.replicas)
+            self.monitor = MembershipMonitor(transport, neighbours, agreed.faults, self.replicas, epochs)
+            self.mates = Mates(transport, self.monitor)
+            self.mates.explain(fsdp_modules(model))
+            if not isinstance(transport, NewcomerTransport):  # else they are connected later
+                self.mates.start(0)
             self.monitor.callbacks.append(lambda _, new: tell_replicas(self.optimizers, new.size))
         self.mean = Mean(self.parameters.locate)
         self.statistics = Statistics([], {})
@@ -126,7 +133,7 @@ class Replica(ABC):
         self.edits: Mapping[int, Edit | None] = {}
         self.scaler: torch.amp.GradScaler | None = None
         self.steps = 0
-        self.joining = False
+        self.joining = self._has_run_out = False
         self.closed, self._handled = False, id(sys.exc_info()[1])
         self.superseded = False
         self._on_cuda = any(param.is_cuda for param in self.parameters.params)
@@ -189,8 +196,9 @@ class Replica(ABC):
             self.before_first_round()
             self.before_first_round = None
         if self.monitor is not None:
-            if self.engine.started is None:
+            if self.engine.started is None and self.replicas.shards == 1:
                 self.world.leave_process_group()
+            self._refuse_lost_mates()
             self.monitor.look(self.engine.round)
             self.catch_up()
         self.world.announce(self.engine.round)
@@ -235,9 +243,12 @@ class Replica(ABC):
             listener.round_ended()
 
     def catch_up(self) -> None:
-        """Goes on in the round of the others, if they have gone on without this worker. Called between two rounds."""
+        """Goes on in the round of the others, if they have gone on without this replica. Called between two rounds."""
         before = self.engine.round
-        self.engine.catch_up()
+        target = self.engine.round_of_others()
+        if self.mates is not None and not self._has_run_out:  # else the workers of a replica make no steps together
+            target = self.mates.agree_on(target)
+        self.engine.go_to(target)
         if self.engine.round > before:
             self.cadence.fall_behind(self.engine.round)
 
@@ -293,16 +304,18 @@ class Replica(ABC):
         try:
             yield
             self.apply_pending()
+            self._has_run_out = True
             finish_together(self.world, self.engine, self.joins, self.mix_only, self._between_looks)
             self.joins += 1
         except Exception as error:
             self.world.report(f"{type(error).__name__} in round {self.engine.round}: {error}")
             raise
         finally:
-            self.joining = False
+            self.joining = self._has_run_out = False
 
     def _between_looks(self) -> None:
         if self.monitor is not None:
+            self._refuse_lost_mates()
             self.monitor.look(self.engine.round)
         self._tell_boundary()
 
@@ -350,7 +363,8 @@ class Replica(ABC):
     def faults(self) -> Iterator[None]:
         """Marks the replica as failed if an exception leaves the with-block."""
         try:
-            yield
+            with contextlib.nullcontext() if self.mates is None else self.mates.explaining():
+                yield
         except BaseException as error:
             self._fault = error
             self.world.report(f"{type(error).__name__}: {error}")
@@ -437,6 +451,7 @@ class Replica(ABC):
         self.apply_pending()
         self.refuse_stopped()
         if self.monitor is not None:
+            self._refuse_lost_mates()
             self.monitor.look(self.engine.round)
             self._wait_while_cut_off(at_once=True)
         engine, control = self.engine, self.world.control
@@ -450,6 +465,33 @@ class Replica(ABC):
                 if min(rounds) < max(rounds):  # a worker in a later round may have mixed what is in flight here
                     for bucket in engine.buckets:
                         engine.finish(bucket)
+        self.wait_for_whole_replicas()
+
+    def _refuse_lost_mates(self) -> None:
+        if self.mates is not None:
+            self.mates.refuse_lost()
+
+    def wait_for_whole_replicas(self) -> None:
+        """Where faults are tolerated: until all workers of each replica, or none, are among those of the last collective.
+
+        Raises:
+            PeerLostError: some of this worker's replica are not.
+        """
+        control, replicas = self.world.control, self.replicas
+        while self.mates is not None and {replicas.place_of(rank)[0] for rank in control.ranks} != {
+            *replicas.whole(control.ranks)
+        }:
+            self.mates.refuse_without(control.ranks)
+            control.gather(None)  # the others of that replica end
+
+    def control_of_part(self) -> Control:
+        """The collectives of the workers that hold the same part of each replica. Called by all workers together, as
+        ``Control.part``."""
+        control = self.world.control
+        if self.replicas.shards == 1:
+            return control
+        _, own = self.replicas.place_of(self.world.rank)
+        return control.part([rank for rank in control.ranks if self.replicas.place_of(rank)[1] == own])
 
     def close(self) -> None:
         """Waits for the exchange in flight, drops it, and releases the connections; parameters stay as they are.
@@ -475,7 +517,8 @@ class Replica(ABC):
             self.closed = True
             self.remove_hooks()
             tell_replicas(self.optimizers, 1)
-            if self.monitor is not None:
+            if self.monitor is not None and self.mates is not None:
+                self.mates.close()
                 self.monitor.close()
             self.world.close()
 

@@ -7,7 +7,6 @@ of ``fully_shard`` replace sharded parameters by gathered ones during forward an
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +15,10 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 
 from decent_dp.errors import DisagreementError
+from decent_dp.transport import Replicas
 
 __all__ = [
-    "Replicas",
+    "assign_replicas",
     "describe_mesh",
     "fsdp_modules",
     "has_unreduced_gradients",
@@ -26,6 +26,7 @@ __all__ = [
     "is_sharded",
     "local",
     "mesh_of",
+    "param_groups_of",
     "placed",
     "placement",
     "refuse_stale_backward",
@@ -96,11 +97,16 @@ def reshard(modules: Iterable[Any]) -> None:
         module.reshard()
 
 
+def param_groups_of(module: Any) -> list[Any]:
+    """FSDP's groups of the parameters of one of ``fsdp_modules``, which are among its internals."""
+    state = module._get_fsdp_state()
+    return getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+
+
 def has_unreduced_gradients(modules: Iterable[Any]) -> bool:
     """Whether FSDP has gradients that it has not reduced yet; only its internals show them."""
     for module in modules:
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        groups = param_groups_of(module)
         # HSDP: gradients that are reduced within a shard group, and not yet over the replicate dimension.
         if any(getattr(group, "_partial_reduce_output", None) is not None for group in groups):
             return True
@@ -202,86 +208,53 @@ def _ranks(mesh: Any) -> list[int]:
     return found
 
 
-@dataclass(frozen=True)
-class Replicas:
-    """The assignment of workers to replicas.
+def assign_replicas(descriptions: Sequence[dict[str, Any] | None]) -> Replicas:
+    """Makes the assignment from the results of ``describe_mesh`` on all workers, by rank.
 
-    Attributes:
-        workers: for each replica, by its number, the ranks of its workers, by position.
+    Raises:
+        ValueError, DisagreementError: replicas differ in form or overlap; all workers raise the same error.
     """
-
-    workers: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, descriptions: Sequence[dict[str, Any] | None]) -> Replicas:
-        """Makes the assignment from the results of ``describe_mesh`` on all workers, by rank.
-
-        Raises:
-            ValueError, DisagreementError: replicas differ in form or overlap; all workers raise the same error.
-        """
-        found: list[dict[str, Any]] = [one for one in descriptions if one is not None]
-        if not found:
-            return cls(tuple((rank,) for rank in range(len(descriptions))))
-        if len(found) < len(descriptions):
-            plain = next(rank for rank, one in enumerate(descriptions) if one is None)
-            sharded = next(rank for rank, one in enumerate(descriptions) if one is not None)
-            raise DisagreementError(
-                f"the model is sharded on worker {sharded} (its parameters are DTensors) and not on worker {plain}: build the "
-                "same model on every worker, and call fully_shard on all of them."
-            )
-        at = {one["rank"]: rank for rank, one in enumerate(found)}
-        for rank, one in enumerate(found):
-            outside = [other for other in one["ranks"] if other not in at]
-            if outside:
-                raise ValueError(
-                    f"the replica of worker {rank} lies on the ranks {one['ranks']} of the default group, and {outside} are "
-                    "not in the process group that mixes: process_group must be of whole replicas, or of the workers at one "
-                    'position of all replicas (mesh["replica"].get_group()), or left out.'
-                )
-        members = [tuple(at[other] for other in one["ranks"]) for one in found]
-        for rank, own in enumerate(members):
-            for other in own:
-                if members[other] != own or rank not in own:
-                    raise ValueError(
-                        f"worker {rank} holds a part of a replica on the workers {list(own)}, and worker {other} of one on "
-                        f"{list(members[other])}: replicas must not overlap. Use the slice of one mesh: {_MESH}."
-                    )
-        workers = tuple(sorted(set(members), key=min))
-        for other_replica in workers:
-            if len(other_replica) != len(workers[0]):
-                raise ValueError(
-                    f"the replica on the workers {list(workers[0])} has {len(workers[0])} shards, and that on "
-                    f"{list(other_replica)} has {len(other_replica)}: all replicas must have as many. Use the slice of one "
-                    f"mesh: {_MESH}."
-                )
-        if len(workers) == 1 < len(descriptions) and not all(one["alone"] for one in found):
+    found: list[dict[str, Any]] = [one for one in descriptions if one is not None]
+    if not found:
+        return Replicas(tuple((rank,) for rank in range(len(descriptions))))
+    if len(found) < len(descriptions):
+        plain = next(rank for rank, one in enumerate(descriptions) if one is None)
+        sharded = next(rank for rank, one in enumerate(descriptions) if one is not None)
+        raise DisagreementError(
+            f"the model is sharded on worker {sharded} (its parameters are DTensors) and not on worker {plain}: build the "
+            "same model on every worker, and call fully_shard on all of them."
+        )
+    at = {one["rank"]: rank for rank, one in enumerate(found)}
+    for rank, one in enumerate(found):
+        outside = [other for other in one["ranks"] if other not in at]
+        if outside:
             raise ValueError(
-                f"all {len(descriptions)} workers hold parts of one replica, so there is no other replica to mix with: "
-                f"shard over an inner dimension of a mesh, {_MESH}. (With one replica on purpose: the same, with replicas = 1.)"
+                f"the replica of worker {rank} lies on the ranks {one['ranks']} of the default group, and {outside} are "
+                "not in the process group that mixes: process_group must be of whole replicas, or of the workers at one "
+                'position of all replicas (mesh["replica"].get_group()), or left out.'
             )
-        return cls(workers)
-
-    @property
-    def shards(self) -> int:
-        """Workers of each replica."""
-        return len(self.workers[0])
-
-    def place_of(self, rank: int) -> tuple[int, int]:
-        """Returns the number of a worker's replica and the worker's position in it."""
-        if self.shards == 1:  # also of a worker that has joined in addition
-            return rank, 0
-        return next((number, own.index(rank)) for number, own in enumerate(self.workers) if rank in own)
-
-    def peers_on_node(self, rank: int, local_world_size: int) -> int:
-        """Returns the number of ``peers_of`` on this worker's node, the node size for a topology of replicas."""
-        if self.shards == 1:
-            return local_world_size
-        return sum(peer // local_world_size == rank // local_world_size for peer in self.peers_of(rank))
-
-    def peers_of(self, rank: int) -> list[int]:
-        """Returns the workers at the same position of all replicas, by the number of the replica."""
-        _, position = self.place_of(rank)
-        return [own[position] for own in self.workers]
+    members = [tuple(at[other] for other in one["ranks"]) for one in found]
+    for rank, own in enumerate(members):
+        for other in own:
+            if members[other] != own or rank not in own:
+                raise ValueError(
+                    f"worker {rank} holds a part of a replica on the workers {list(own)}, and worker {other} of one on "
+                    f"{list(members[other])}: replicas must not overlap. Use the slice of one mesh: {_MESH}."
+                )
+    workers = tuple(sorted(set(members), key=min))
+    for other_replica in workers:
+        if len(other_replica) != len(workers[0]):
+            raise ValueError(
+                f"the replica on the workers {list(workers[0])} has {len(workers[0])} shards, and that on "
+                f"{list(other_replica)} has {len(other_replica)}: all replicas must have as many. Use the slice of one "
+                f"mesh: {_MESH}."
+            )
+    if len(workers) == 1 < len(descriptions) and not all(one["alone"] for one in found):
+        raise ValueError(
+            f"all {len(descriptions)} workers hold parts of one replica, so there is no other replica to mix with: "
+            f"shard over an inner dimension of a mesh, {_MESH}. (With one replica on purpose: the same, with replicas = 1.)"
+        )
+    return Replicas(workers)
 
 
 _MESH = (

@@ -32,6 +32,8 @@ _ENDED = 3.0
 
 # The rank and the incarnation of a process that asks.
 Asker: TypeAlias = tuple[int, int]
+# What tells each process that wants a seat together with others the epoch, by process.
+Seats: TypeAlias = dict[Asker, Future[Epoch]]
 
 
 @dataclass
@@ -65,7 +67,7 @@ class StateServer(Listener):
         self._wanted: dict[Asker, float] = {}
         self._refusals: dict[Asker, str] = {}
         self._copies: dict[str, _Kept] = {}
-        self._seats: dict[Asker, tuple[Future[Epoch], float]] = {}
+        self._seats: dict[Asker, tuple[Seats, float]] = {}
         self._lock = threading.Lock()
         self._has_ended = False
 
@@ -111,7 +113,7 @@ class StateServer(Listener):
             head, _ = unpack_message(request)
             if head["want"] == "state":
                 return self._give_chunk((rank, incarnation), str(head["copy"]), head["from"])
-            return self._give_seat((rank, incarnation))
+            return self._give_seat((rank, incarnation), head["for"])
         except (RuntimeError, LookupError, TypeError, ValueError, ConnectionError) as error:
             return pack_message({"refused": str(error)})
 
@@ -174,23 +176,32 @@ class StateServer(Listener):
             name: kept for name, kept in self._copies.items() if any(now - at < seconds for at in kept.asked.values())
         }
         for asker in [asker for asker, (_, at) in self._seats.items() if now - at > _ENDED]:
-            del self._seats[asker]
+            seats, _ = self._seats.pop(asker)
             if self._monitor.epochs is not None:
-                self._monitor.epochs.withdraw(*asker)
+                for seat in seats:
+                    self._monitor.epochs.withdraw(*seat)
 
-    def _give_seat(self, asker: Asker) -> bytes:
-        monitor, (rank, incarnation) = self._monitor, asker
-        if not monitor.is_free(rank, incarnation):  # its process may be frozen, or have ended just now
-            return pack_message({"wait": f"worker {rank} lives"})
+    def _give_seat(self, asker: Asker, wanted: Any) -> bytes:
+        """``wanted``: ranks and incarnations of all processes of the asker's replica, which become members together."""
+        monitor, replicas = self._monitor, self._replica.replicas
+        processes: list[Asker] = [(rank, incarnation) for rank, incarnation in wanted]
+        own = replicas.workers_of(replicas.place_of(asker[0])[0])
+        if asker not in processes or sorted(rank for rank, _ in processes) != sorted(own):
+            raise ValueError(
+                f"worker {asker[0]} wants seats for {str(wanted)[:200]}, and its replica is the workers {list(own)}"
+            )
+        for rank, incarnation in processes:
+            if not monitor.is_free(rank, incarnation):  # its process may be frozen, or have ended just now
+                return pack_message({"wait": f"worker {rank} lives"})
         assert monitor.epochs is not None
         with self._lock:
-            future, _ = self._seats.get(asker) or (monitor.epochs.offer(rank, incarnation), 0.0)
-            self._seats[asker] = future, time.monotonic()
-            if not future.done():
+            seats, _ = self._seats.get(asker) or ({one: monitor.epochs.offer(*one) for one in processes}, 0.0)
+            self._seats[asker] = seats, time.monotonic()
+            if not all(future.done() for future in seats.values()):
                 return pack_message({"wait": "the members agree on an epoch"})
             del self._seats[asker]
-        epoch = future.result()
-        _log.info("worker %d has joined, in epoch %d", rank, epoch.number)
+        epoch = max((future.result() for future in seats.values()), key=lambda epoch: epoch.number)
+        _log.info("workers %s have joined, in epoch %d", sorted(own), epoch.number)
         calls, bucket = self._replica.world.control.calls, self._replica.engine.first_bucket
         answer = {"calls": calls, "joins": self._replica.joins, "first_bucket": bucket}
         return pack_message({"epoch": epoch.number, "text": epoch.text, **answer})

@@ -6,11 +6,13 @@ from decent_dp.transport.base import Control, ExchangeRequest, Handle, Transport
 from decent_dp.transport.in_process import InProcessTransport, LocalHub, run_replicas
 from decent_dp.transport.neighbours import Neighbours, PeerTable
 from decent_dp.transport.newcomer import NewcomerTransport
+from decent_dp.transport.peers import Replicas
 from decent_dp.transport.process_group import (
     ProcessGroupTransport,
     check_encrypt,
     check_transport,
     connect,
+    gather_in_mesh,
     group_of_replicas,
     open_transport,
 )
@@ -27,11 +29,13 @@ __all__ = [
     "NewcomerTransport",
     "PeerTable",
     "ProcessGroupTransport",
+    "Replicas",
     "Transport",
     "Verdict",
     "check_encrypt",
     "check_transport",
     "connect",
+    "gather_in_mesh",
     "group_of_replicas",
     "open_transport",
     "run_replicas",

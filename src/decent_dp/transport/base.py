@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -16,7 +16,7 @@ from decent_dp.compression import Compression, MessageId
 from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
 from decent_dp.transport.agreement import NO_ROUND
-from decent_dp.transport.neighbours import Neighbours
+from decent_dp.transport.neighbours import Neighbours, PeerTable
 from decent_dp.transport.streams import beside
 from decent_dp.transport.votes import ExchangeId, Verdict
 
@@ -146,6 +146,13 @@ class Control(ABC):
         self.calls += 1
 
     @abstractmethod
+    def part(self, ranks: Collection[int]) -> Control:
+        """The collectives of those of these workers that took part in the last one of all, this worker among them.
+
+        All workers call it together, each for one part of them. It can be used until the next collective of all.
+        """
+
+    @abstractmethod
     def broadcast(self, tensor: Tensor) -> None:
         """Every worker's ``tensor`` (any dtype, dense or not) becomes that of the first of ``ranks``."""
 
@@ -179,6 +186,7 @@ class Transport(ABC):
             hangs (see ``StoreCalls``).
         only_cuda: whether the backend of the process group is NCCL alone, which moves nothing that is on a CPU.
         neighbours: the result of ``tolerate``; None before it.
+        table: what an engine asks of the other workers.
     """
 
     rank: int
@@ -188,6 +196,7 @@ class Transport(ABC):
     store: Store
     only_cuda: bool = False
     neighbours: Neighbours | None = field(default=None, init=False)
+    table: PeerTable = field(default_factory=PeerTable, init=False)
 
     @property
     @abstractmethod
@@ -195,7 +204,14 @@ class Transport(ABC):
 
     @abstractmethod
     def agree(
-        self, name: str, text: str, what: str = "", *, asks: bool = False, round_: int = NO_ROUND
+        self,
+        name: str,
+        text: str,
+        what: str = "",
+        *,
+        asks: bool = False,
+        round_: int = NO_ROUND,
+        among: Sequence[int] | None = None,
     ) -> Future[Mapping[int, str]]:
         """Contributes to an agreement: each worker contributes a text, and all get the same texts. Any thread may call it.
 
@@ -204,6 +220,7 @@ class Transport(ABC):
             what: needs the agreement, for errors.
             asks: the others are to learn of it at once (``is_asked``).
             round_: processes whose first round is not before this one take no part.
+            among: those that take part, this worker among them, with ``tolerate``; None: all.
 
         Returns:
             The texts by rank, in ascending order. With ``tolerate`` of all that live; without this worker's if the others have
@@ -275,10 +292,10 @@ class Transport(ABC):
         """The rank of worker ``rank`` among all workers, for messages; it differs in a part (``among``)."""
         return rank
 
-    def among(self, ranks: Sequence[int]) -> Transport:
+    def among(self, ranks: Sequence[int], world_size: int) -> Transport:
         """The workers ``ranks``, this one included, as a transport of their own, numbered from 0 in this order.
 
-        Called by these workers together.
+        Called by the first ``world_size`` of them together; the others may join later.
 
         Raises:
             TypeError: this kind of transport has no parts.

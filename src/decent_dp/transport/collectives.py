@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import heapq
 import json
 import logging
@@ -48,6 +49,10 @@ _LOOK_AT_ROUNDS = 5.0
 _MOST_TIMEOUTS = 10
 # Bits of the number of a collective that count within a call.
 _CALL = 24
+# Bits of it that count within a part.
+_OF_PART = 12
+# The channel of the parts. They are never at the same time, and their numbers grow.
+_PART = 2
 # Bytes that go up the tree before the first of them come down: they bound the memory of a worker that is waited for.
 _SEGMENT = 2**26
 
@@ -86,7 +91,7 @@ class Collectives(Control):
         *,
         kind: str = "call",
         channel: int = 0,
-        among: Sequence[int] | None = None,
+        among: tuple[int, ...] | None = None,
         explain: Callable[[list[int], str], PeerLostError] | None = None,
         leave: Callable[[], None] = lambda: None,
         incarnation: int = 0,
@@ -126,6 +131,16 @@ class Collectives(Control):
     def enter(self, calls: int, first: int) -> None:
         """This worker has joined others, which have begun so many calls. ``first``: its first round."""
         self.calls, self._is_late, self._entered = calls, True, first
+
+    def part(self, ranks: Collection[int]) -> Collectives:
+        if self._number == 0:
+            self.gather(None)  # who is here?
+        made = copy.copy(self)
+        made.ranks = made._all = made._among = tuple(rank for rank in self.ranks if rank in ranks)
+        made._kind, made._courier, made._number = f"part {min(ranks)}", self._plane.courier(_PART), self._number << _OF_PART
+        self._number += 1  # so that the next part has other names
+        made.gather(None)  # makes its tree
+        return made
 
     def gather(self, message: Any) -> list[Any]:
         own = json.dumps(message)

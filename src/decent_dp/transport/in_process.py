@@ -180,9 +180,16 @@ class InProcessTransport(Transport):
         return self._control
 
     def agree(
-        self, name: str, text: str, what: str = "", *, asks: bool = False, round_: int = NO_ROUND
+        self,
+        name: str,
+        text: str,
+        what: str = "",
+        *,
+        asks: bool = False,
+        round_: int = NO_ROUND,
+        among: Sequence[int] | None = None,
     ) -> Future[Mapping[int, str]]:
-        found = self._plane.agree(name, text, asks=asks)
+        found = self._plane.agree(name, text, asks=asks, among=among)
         return (
             found
             if self.neighbours is not None
@@ -196,7 +203,7 @@ class InProcessTransport(Transport):
         return self._plane.missing(name)
 
     def tolerate(self, faults: Tolerate) -> Neighbours:
-        self.neighbours = _LocalNeighbours(self.rank, self._hub, self.run_id)
+        self.neighbours = self.table = _LocalNeighbours(self.rank, self._hub, self.run_id)
         self._control = self._collectives("call", 1)
         return self.neighbours
 

@@ -1,15 +1,65 @@
-"""A part of the workers of a transport, as a transport of its own."""
+"""The assignment of workers to replicas, and the workers at one position of all replicas as a transport of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 
+from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
 from decent_dp.transport.agreement import NO_ROUND
 from decent_dp.transport.base import Control, ExchangeRequest, Handle, Transport
+from decent_dp.transport.neighbours import Neighbours, PeerTable
+from decent_dp.transport.votes import ExchangeId
 
-__all__ = ["Peers"]
+__all__ = ["Peers", "Replicas"]
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The assignment of workers to replicas.
+
+    Workers that join in addition have the ranks after those that began the run; so many as a replica has make the next one.
+
+    Attributes:
+        workers: for each replica that began the run, by its number, the ranks of its workers, by position.
+    """
+
+    workers: tuple[tuple[int, ...], ...]
+
+    @property
+    def shards(self) -> int:
+        """Workers of each replica."""
+        return len(self.workers[0])
+
+    def workers_of(self, number: int) -> tuple[int, ...]:
+        """The ranks of a replica's workers, by position."""
+        if number < len(self.workers):
+            return self.workers[number]
+        return tuple(range(number * self.shards, (number + 1) * self.shards))
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """The number of a worker's replica, and the worker's position in it."""
+        if rank >= len(self.workers) * self.shards:
+            return divmod(rank, self.shards)
+        return next((number, own.index(rank)) for number, own in enumerate(self.workers) if rank in own)
+
+    def peers_on_node(self, rank: int, local_world_size: int) -> int:
+        """How many workers at this one's position are on its node, the node size for a topology of replicas."""
+        if self.shards == 1:
+            return local_world_size
+        peers = self.workers_at(self.place_of(rank)[1], len(self.workers))
+        return sum(peer // local_world_size == rank // local_world_size for peer in peers)
+
+    def whole(self, ranks: Collection[int]) -> tuple[int, ...]:
+        """The numbers of the replicas of which all workers are among ``ranks``, in ascending order."""
+        found = {self.place_of(rank)[0] for rank in ranks}
+        return tuple(sorted(number for number in found if set(self.workers_of(number)) <= set(ranks)))
+
+    def workers_at(self, position: int, count: int) -> list[int]:
+        """The workers at one position of the first ``count`` replicas, by the number of the replica."""
+        return [self.workers_of(number)[position] for number in range(count)]
 
 
 class Peers(Transport):
@@ -18,19 +68,31 @@ class Peers(Transport):
     Edges and requests use these numbers; errors name the ranks of the whole.
 
     Args:
-        control: the collectives of these workers alone.
+        ranks: the ones after the first ``world_size`` may join later.
     """
 
-    def __init__(self, whole: Transport, ranks: Sequence[int], control: Control) -> None:
-        super().__init__(list(ranks).index(whole.rank), len(ranks), whole.run_id, whole.timeout, whole.store)
-        self._whole, self._ranks, self._control = whole, tuple(ranks), control
+    def __init__(self, whole: Transport, ranks: Sequence[int], world_size: int) -> None:
+        super().__init__(list(ranks).index(whole.rank), world_size, whole.run_id, whole.timeout, whole.store)
+        self._whole, self._ranks = whole, tuple(ranks)
 
     @property
     def control(self) -> Control:
-        return self._control
+        raise TypeError("a part of the workers has the collectives of Control.part")
+
+    def tolerate(self, faults: Tolerate) -> Neighbours:
+        neighbours = self._whole.tolerate(faults)
+        self.table = _TableOfPeers(neighbours, self._ranks)
+        return neighbours
 
     def agree(
-        self, name: str, text: str, what: str = "", *, asks: bool = False, round_: int = NO_ROUND
+        self,
+        name: str,
+        text: str,
+        what: str = "",
+        *,
+        asks: bool = False,
+        round_: int = NO_ROUND,
+        among: Sequence[int] | None = None,
     ) -> Future[Mapping[int, str]]:
         raise TypeError("all workers agree, and not a part of them")
 
@@ -53,7 +115,7 @@ class Peers(Transport):
         return self._ranks[rank]
 
     def prepare(self, edges: list[Edge]) -> None:
-        self._whole.prepare([self._in_whole(edge) for edge in edges])
+        self._whole.prepare([_renumbered(edge, self._ranks) for edge in edges])
 
     def report(self, cause: str) -> None:
         self._whole.report(cause)
@@ -63,7 +125,31 @@ class Peers(Transport):
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         # The request keeps the numbers of this part, which only seed its rounding.
-        return self._whole.start(self._in_whole(edge), request)
+        return self._whole.start(_renumbered(edge, self._ranks), request)
 
-    def _in_whole(self, edge: Edge) -> Edge:
-        return Edge([self._ranks[number] for number in edge.ranks], edge.weight)
+
+class _TableOfPeers(PeerTable):
+    """What is known of the workers ``ranks``, which have the numbers from 0 on."""
+
+    def __init__(self, table: PeerTable, ranks: Sequence[int]) -> None:
+        self._table, self._ranks = table, ranks
+
+    def usable(self, edge: Edge, exchange_id: ExchangeId) -> bool:
+        return self._table.usable(_renumbered(edge, self._ranks), exchange_id)
+
+    def round_of(self, rank: int) -> int:
+        return self._table.round_of(self._ranks[rank])
+
+    def living(self) -> list[int]:
+        living = set(self._table.living())
+        return [number for number, rank in enumerate(self._ranks) if rank in living]
+
+    def has_dropped(self, others: Sequence[int], exchange_id: ExchangeId) -> bool:
+        return self._table.has_dropped([self._ranks[number] for number in others], exchange_id)
+
+    def skip(self, edge: Edge, exchange_id: ExchangeId) -> None:
+        self._table.skip(_renumbered(edge, self._ranks), exchange_id)
+
+
+def _renumbered(edge: Edge, ranks: Sequence[int]) -> Edge:
+    return Edge([ranks[number] for number in edge.ranks], edge.weight)

@@ -37,16 +37,23 @@ from decent_dp.transport.votes import ExchangeId
 from decent_dp.transport.waiter import Waiter
 from decent_dp.transport.wire import Wire
 
-__all__ = ["ProcessGroupTransport", "check_encrypt", "check_transport", "connect", "group_of_replicas", "open_transport"]
+__all__ = [
+    "ProcessGroupTransport",
+    "check_encrypt",
+    "check_transport",
+    "connect",
+    "gather_in_mesh",
+    "group_of_replicas",
+    "open_transport",
+]
 
 # The environment variable for the number of ZeroMQ's threads, each of which serves some connections.
 _IO_THREADS = "DECENT_DP_IO_THREADS"
 # How many there can be.
 _MOST_IO_THREADS = 16
-# The channels of collectives: before ``tolerate``, after it, and of a part of the workers.
+# The channels of collectives: before ``tolerate``, and after it.
 _START = 0
 _CALLS = 1
-_PART = 2
 # Seconds in which the store says whether it has the key of a worker that connects.
 _LOOK_UP = 2.0
 
@@ -88,6 +95,16 @@ def group_of_replicas(process_group: Any, mesh: Any) -> Any:
         ranks, timeout_of(process_group), dist.get_backend(process_group), use_local_synchronization=True
     )
     return made
+
+
+def gather_in_mesh(mesh: Any, value: Any) -> list[Any]:
+    """The values of the workers of a device mesh, in no particular order, over its process groups. All of them call it."""
+    found = [value]
+    for group in mesh.get_all_groups():
+        parts: list[list[Any]] = [[]] * dist.get_world_size(group)
+        dist.all_gather_object(parts, found, group=group)
+        found = list(itertools.chain(*parts))
+    return found
 
 
 def check_transport(given: object) -> None:
@@ -211,7 +228,7 @@ class ProcessGroupTransport(Transport):
             dead_after,
         )
         self._known = WireNeighbours(self._wire, shared.rank, dead_after, self.timeout)
-        self._control = self._collectives("start", _START, None)
+        self._control = self._collectives("start", _START)
         self._exchanges = WireExchanges(self._wire, shared.rank, shared.node_of, self._waiter, self.timeout, self._explain)
 
     def _gather_at_start(self, text: str) -> dict[int, str]:
@@ -220,20 +237,18 @@ class ProcessGroupTransport(Transport):
         dist.all_gather_object(texts, text, group=self._process_group)
         return dict(enumerate(texts))
 
-    def _collectives(self, kind: str, channel: int, among: Sequence[int] | None) -> Collectives:
-        """Those of all workers, or of some. ``kind``, ``channel``: as of ``Collectives``."""
+    def _collectives(self, kind: str, channel: int) -> Collectives:
+        """``kind``, ``channel``: as of ``Collectives``."""
         shared = self._control_rendezvous
         # Nothing is known of the nodes of those that may come.
         node_of = (*shared.node_of, *(f"worker {rank}" for rank in range(self.world_size, shared.places)))
-        ranks, timeout = range(self.world_size) if among is None else among, shared.timeout.total_seconds()
-        common = self._wire.control_plane, self.rank, ranks, node_of, timeout
+        common = self._wire.control_plane, self.rank, range(self.world_size), node_of, shared.timeout.total_seconds()
         if self.neighbours is None:
-            return Collectives(*common, kind=kind, channel=channel, among=among, explain=self._explain_absent)
+            return Collectives(*common, kind=kind, channel=channel, explain=self._explain_absent)
         return Collectives(
             *common,
             kind=kind,
             channel=channel,
-            among=among,
             leave=lambda: self._wire.close(says_bye=False),
             incarnation=shared.incarnation,
             paused=self.neighbours.paused,
@@ -253,9 +268,16 @@ class ProcessGroupTransport(Transport):
         return self._control
 
     def agree(
-        self, name: str, text: str, what: str = "", *, asks: bool = False, round_: int = NO_ROUND
+        self,
+        name: str,
+        text: str,
+        what: str = "",
+        *,
+        asks: bool = False,
+        round_: int = NO_ROUND,
+        among: Sequence[int] | None = None,
     ) -> Future[Mapping[int, str]]:
-        found = self._wire.control_plane.agree(name, text, asks=asks, round_=round_)
+        found = self._wire.control_plane.agree(name, text, asks=asks, round_=round_, among=among)
         if self.neighbours is not None:
             return found
         return needs_all(found, self.rank, self.world_size, lambda absent: self._explain_absent(absent, what))
@@ -306,8 +328,8 @@ class ProcessGroupTransport(Transport):
         if not shared.incarnation:  # a process that joins looks up those that it meets
             shared.look_up_addresses()
         self._faults = faults
-        self.neighbours = self._exchanges.policy = self._known
-        self._control = self._collectives("call", _CALLS, None)
+        self.neighbours = self.table = self._exchanges.policy = self._known
+        self._control = self._collectives("call", _CALLS)
         return self.neighbours
 
     def leave_process_group(self) -> None:
@@ -325,10 +347,9 @@ class ProcessGroupTransport(Transport):
         self._communicators.clear()
         self._control = None
 
-    def among(self, ranks: Sequence[int]) -> Transport:
-        """The workers ``ranks``, this one included, as a transport of their own over the same connections; it is closed with
-        this one. Called by these workers together."""
-        return Peers(self, ranks, self._collectives(f"part {' '.join(map(str, ranks))}", _PART, ranks))
+    def among(self, ranks: Sequence[int], world_size: int) -> Transport:
+        """A transport over the same connections, which is closed with this one."""
+        return Peers(self, ranks, world_size)
 
     def choose(self, edge: Edge, request: ExchangeRequest) -> WireExchanges | NcclPairs | AllReduceGroups:
         """The way of a request, by its device, its compression and the size of its edge."""

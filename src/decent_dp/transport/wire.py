@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from multiprocessing.util import Finalize
 
+from decent_dp.errors import PeerLostError
 from decent_dp.transport.agreement import View
 from decent_dp.transport.channels import Channel, Link
 from decent_dp.transport.commands import Commands
@@ -309,7 +310,8 @@ class Wire:
         except BaseException as error:
             self._commands.failed_in = self._commands.failed_in or self._thread.name
             self._commands.error = error
-            _log.exception("the transport of worker %d has failed", self._identity.rank)
+            if not isinstance(error, PeerLostError):  # which the training thread gets
+                _log.exception("the transport of worker %d has failed", self._identity.rank)
         finally:
             self._shut_down()
 

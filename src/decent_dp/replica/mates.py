@@ -1,0 +1,193 @@
+"""The workers of one replica, where faults are tolerated: they make the same rounds, and end together.
+
+Their forwards and backwards have collectives of torch, which cannot go on without one of them. A collective of gloo that waits
+for a stopped process cannot be left, either. So a thread looks at them, and ends this process if its training thread is stuck.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+from decent_dp.errors import PeerLostError
+from decent_dp.membership import MembershipMonitor
+from decent_dp.replica.shards import param_groups_of
+from decent_dp.replica.waiting import wait_for_all
+from decent_dp.transport import Transport
+from decent_dp.transport.waiter import start_thread
+
+__all__ = ["Mates"]
+
+_log = logging.getLogger(__name__)
+
+# Seconds between two looks at the others.
+_LOOK = 0.1
+# Seconds for which the training thread must have stood at one instruction, after another worker of the replica was lost, to
+# count as stuck in a collective.
+_STUCK = 2.0
+# Seconds until a failed collective is no consequence of a worker that is gone: its connections break at the same time.
+_EXPLAINED = 1.0
+# The exit status of a process that is ended here.
+_EXIT = 1
+
+
+class Mates:
+    """One worker's view of those that hold the other parts of its replica. Without such workers it does nothing.
+
+    It is made in the training thread.
+
+    Attributes:
+        error: set when one of them is gone.
+    """
+
+    def __init__(self, transport: Transport, monitor: MembershipMonitor) -> None:
+        self._transport, self._monitor = transport, monitor
+        number, _ = monitor.replicas.place_of(transport.rank)
+        self._ranks = monitor.replicas.workers_of(number)
+        self._kind, self._votes = "", 0
+        self._training = threading.get_ident()
+        # Set when there is nothing to look at any more: the replica is closed, or the training thread has got the error.
+        self._ending = threading.Event()
+        self.error: PeerLostError | None = None
+
+    def start(self, incarnation: int) -> None:
+        """They are connected. ``incarnation``: of the first of them."""
+        self._kind = f"mates {self._ranks[0]} {incarnation}"
+        if len(self._ranks) > 1:
+            start_thread(_looks_of(self), "decent_dp-mates", self._monitor.neighbours.fail)
+
+    def agree_on(self, target: int) -> int:
+        """The round in which this replica goes on, the same on all of its workers. They call it together.
+
+        They come to epochs in the same round, too: as soon as all of them know one.
+
+        Args:
+            target: the first round that the others of this worker have not passed.
+
+        Raises:
+            PeerLostError, PeerTimeoutError: one of them is gone, or does not come.
+        """
+        if len(self._ranks) == 1:
+            return target
+        name, what, self._votes = f"{self._kind}/{self._votes}", "a round", self._votes + 1
+        epochs = self._monitor.epochs
+        own = target, 0 if epochs is None else -epochs.coming
+        agreed = self._transport.agree(name, json.dumps(own), what, among=self._ranks)
+        late = f"did not come to {what} of its replica: the workers of one replica make the same steps."
+        texts = wait_for_all(self._transport, name, agreed, self._transport.timeout, what, late)
+        if lost := [rank for rank in self._ranks if rank not in texts]:
+            self._lose(lost)
+        self.refuse_lost()
+        target, known = map(max, zip(*map(json.loads, texts.values()), strict=True))
+        if epochs is not None:
+            epochs.limit = -known
+        return target
+
+    def refuse_lost(self) -> None:
+        """Raises PeerLostError if one of them is gone."""
+        if self.error is not None:
+            self._ending.set()
+            raise self.error
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Context manager around a collective of the replica: if it fails as one of them is gone, the error says so."""
+        try:
+            yield
+        except RuntimeError as error:
+            deadline = time.monotonic() + _EXPLAINED
+            while error is not self.error and self._look(failed=True) and time.monotonic() < deadline:
+                time.sleep(_LOOK / 10)
+            if self.error not in (None, error):
+                self._ending.set()
+                raise self.error from error
+            raise
+
+    def explain(self, modules: Iterable[Any]) -> None:
+        """The collectives of these modules of ``fully_shard`` are in ``explaining`` from now on."""
+        for group in (group for module in modules for group in param_groups_of(module)):
+            # Older versions of torch have no objects for them: their errors stay torch's.
+            for comm in filter(None, (getattr(group, name, None) for name in ("_all_gather_comm", "_reduce_scatter_comm"))):
+                kind: Any = type(comm)
+
+                def call(*args: Any, inner: Any = kind.__call__, **kwargs: Any) -> Any:
+                    with self.explaining():
+                        return inner(*args, **kwargs)
+
+                comm.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+
+    def refuse_without(self, present: Sequence[int]) -> None:
+        """Raises PeerLostError if only a part of them is among these workers."""
+        if lost := [rank for rank in self._ranks if rank not in present]:
+            self._lose(lost)
+            self.refuse_lost()
+
+    def close(self) -> None:
+        self._ending.set()
+
+    def _lose(self, ranks: Sequence[int]) -> None:
+        if self.error is not None:
+            return
+        own, several = self._transport.rank, len(ranks) > 1
+        who = f"worker{'s' if several else ''} {', '.join(map(str, ranks))}"
+        self.error = PeerLostError(
+            f"{who} {'have' if several else 'has'} ended, or cannot be heard, and worker {own} holds another part of the same "
+            f"replica: this replica cannot go on, and ends. The others continue. Start its workers {list(self._ranks)} again, "
+            "together: they join the run (decent_dp.join)."
+        )
+        _log.error("%s", self.error)
+        self._monitor.neighbours.fail(self.error)  # for the other replicas it is gone from now on
+
+    # -- in the thread that looks -------------------------------------------------------------------------------------
+
+    def _look(self, *, failed: bool = False) -> bool:
+        """Whether all of them are here. ``failed``: a collective has, so that those that have left are missed, too."""
+        neighbours, own = self._monitor.neighbours, self._transport.rank
+        gone = {*neighbours.lost(), *neighbours.ended()}.difference([] if failed else neighbours.left())
+        if lost := [rank for rank in self._ranks if rank in gone and rank != own]:
+            self._lose(lost)
+        return self.error is None
+
+    def _end_if_stuck(self) -> None:
+        """Ends the process if its training thread waits where it cannot be told of the error."""
+        before, since = None, 0.0
+        while not self._ending.wait(_LOOK) and (frame := sys._current_frames().get(self._training)) is not None:
+            at = id(frame), frame.f_lasti
+            if at != before:
+                before, since = at, time.monotonic()
+            elif time.monotonic() - since > _STUCK:
+                _end(frame, self.error)
+
+
+def _end(frame: FrameType, error: PeerLostError | None) -> None:
+    where, what = "".join(traceback.format_stack(frame)), f"{PeerLostError.__module__}.{PeerLostError.__name__}: {error}"
+    sys.stderr.write(f"The training thread waits here for another worker of its replica:\n{where}{what}\n")
+    sys.stderr.flush()
+    os._exit(_EXIT)
+
+
+def _looks_of(mates: Mates) -> Callable[[], None]:
+    """The work of the thread, which keeps nothing alive while all is well."""
+    found, ending = weakref.ref(mates), mates._ending
+
+    def look() -> None:
+        while not ending.wait(_LOOK):
+            mates = found()
+            if mates is None:
+                return
+            if not mates._look():
+                mates._end_if_stuck()
+                return
+            del mates
+
+    return look
