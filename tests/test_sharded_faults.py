@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import decent_dp
+from decent_dp.transport.collectives import Collectives
 from tests.helpers import assert_same
 from tests.sharded_cases import Odd, inputs, needs_shards, shard, values
 from tests.test_joining import the_store
+from tests.test_survivor_calls import die_in
 from tests.test_tolerate import DEAD_AFTER
 from tests.workers import _store, hear, say
 
@@ -173,3 +175,29 @@ def test_a_replica_that_was_late_goes_on_and_heals_as_a_whole(workers):
         assert_same(mean, found[0][-1])
         assert stats.nonfinite > 0 or rank not in VICTIMS
     assert found[2][2].updates < found[0][2].updates
+
+
+def dies_in_a_mean(rank: int, n: int) -> Any:
+    part = Part(rank, n)
+    with torch.no_grad():
+        for param in part.model.parameters():
+            param.fill_(part.number + 1.0)
+    if rank == VICTIMS[1]:
+        die_in(Collectives, "_sum_up")
+    with part.gossip.averaged():
+        mean = values(part.model)
+    distance = part.gossip.consensus_distance()
+    part.gossip.close()
+    return mean, distance
+
+
+def test_a_death_in_a_mean_leaves_out_all_parts_of_its_replica(workers):
+    outcomes = workers.outcomes(N, dies_in_a_mean)
+    assert outcomes[3].exitcode == -signal.SIGKILL
+    assert outcomes[2].error == "PeerLostError", outcomes[2]
+    for rank in (0, 1, 4, 5):
+        assert outcomes[rank].error == "", outcomes[rank].trace
+        mean, distance = outcomes[rank].value
+        names = [name for name, _ in Odd().named_parameters() if name != "still"]
+        assert all(torch.equal(mean[name], torch.full_like(mean[name], 2.0)) for name in names), mean
+        assert distance == pytest.approx(sum(mean[name].numel() for name in names) ** 0.5)

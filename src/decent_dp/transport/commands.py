@@ -8,6 +8,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from decent_dp.errors import PeerLostError
+
 __all__ = ["Commands"]
 
 
@@ -78,6 +80,8 @@ class Commands:
     def is_over(self) -> RuntimeError:
         if self.error is None:
             return RuntimeError("the transport was closed")
+        if isinstance(self.error, PeerLostError):  # nothing has failed here
+            return PeerLostError(str(self.error))
         what = f"{type(self.error).__name__}: {self.error}"
         return RuntimeError(f"the transport of this worker has failed: {what} (in the thread {self.failed_in})")
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
-from decent_dp.errors import WireError
+from decent_dp.errors import PeerLostError, WireError
 from decent_dp.transport.agreement import NO_ROUND, Agreements, View
 from decent_dp.transport.courier import Courier, Couriers
 from decent_dp.transport.link import Key
@@ -134,6 +134,8 @@ class ControlPlane:
             waiting, self._futures = self._futures, {}
         for future in (future for futures in waiting.values() for future in futures):
             error = RuntimeError("the transport was closed" if cause is None else f"the transport has failed: {cause}")
+            if isinstance(cause, PeerLostError):
+                error = PeerLostError(str(cause))
             error.__cause__ = cause
             future.set_exception(error)
 
