@@ -534,6 +534,17 @@ def test_whom_nobody_hears_is_left_out(absent, members):
     assert BEFORE.next(promises, REPLICAS).members == members
 
 
+def test_an_epoch_names_whole_replicas_only():
+    pairs, before = Replicas(((0, 1), (2, 3), (4, 5))), Epoch(1, 40, 6, tuple(range(6)), {}, "")
+    epoch = before.next({rank: promise_of(rank, 50, absent=(3,)) for rank in (0, 1, 2, 4, 5)}, pairs)
+    assert (epoch.members, epoch.start, epoch.dealt) == ((0, 1, 4, 5), 51, 7 + 3 * 11)  # three seats in each of 11 rounds
+    half = before.next({rank: promise_of(rank, 50, joining={2: 7}) for rank in (0, 1)}, pairs)
+    assert (half.members, half.incarnations) == ((0, 1), {})
+    joined = before.next({rank: promise_of(rank, 50, joining={2: 7, 3: 8, 6: 9, 7: 10}) for rank in (0, 1)}, pairs)
+    assert (joined.members, joined.incarnations) == ((0, 1, 2, 3, 6, 7), {2: 7, 3: 8, 6: 9, 7: 10})
+    assert pairs.whole((6, 7, 8, 0)) == (3,)
+
+
 class Alone:
     """Worker ``rank`` of four, at a store of its own; also its neighbours. ``now``: the clock."""
 
@@ -591,6 +602,26 @@ def test_who_is_gone_when_a_worker_promises_is_absent(alone):
     one.look_at_store(0.2)
     assert one.epochs.absent == {1, 2}
     assert one.store.promises(1)[3].absent == (1, 2)
+
+
+def test_the_training_thread_comes_to_an_epoch_when_its_whole_replica_knows_it(alone):
+    one = alone()
+    one.others_decide(1, 80, 0, 1, 3)
+    one.epochs.limit = 0
+    assert (one.look(81), one.epochs.coming) == (None, 1)
+    one.epochs.limit = 1
+    assert one.look(82).members == (0, 1, 3)
+
+
+def test_a_process_whose_replica_is_not_there_asks_for_no_epoch(alone):
+    one = alone()
+    one.epochs.replicas = Replicas(((0, 1), (2, 3)))
+    one.epochs.offer(4, 7)
+    one.now += 1.0
+    assert not one.epochs._wants()
+    one.epochs.offer(5, 8)
+    one.now += 1.0
+    assert one.epochs._wants()
 
 
 def test_a_promise_is_made_once_also_if_its_call_fails(alone):

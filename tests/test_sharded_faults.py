@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import decent_dp
+from decent_dp.errors import PeerLostError, PeerTimeoutError
+from decent_dp.replica.mates import Mates
+from decent_dp.transport import Replicas
 from decent_dp.transport.collectives import Collectives
 from tests.helpers import assert_same
 from tests.sharded_cases import Odd, inputs, needs_shards, shard, values
@@ -177,27 +183,79 @@ def test_a_replica_that_was_late_goes_on_and_heals_as_a_whole(workers):
     assert found[2][2].updates < found[0][2].updates
 
 
-def dies_in_a_mean(rank: int, n: int) -> Any:
-    part = Part(rank, n)
-    with torch.no_grad():
-        for param in part.model.parameters():
-            param.fill_(part.number + 1.0)
-    if rank == VICTIMS[1]:
-        die_in(Collectives, "_sum_up")
-    with part.gossip.averaged():
-        mean = values(part.model)
-    distance = part.gossip.consensus_distance()
+def means_without(rank: int, n: int) -> Any:
+    """The mean and the distance to it: a part of the second replica is not finite, and then a worker of it dies inside."""
+    part, found = Part(rank, n), []
+    for how in ("nan", "death"):
+        with torch.no_grad():
+            for param in part.model.parameters():
+                param.fill_(float("nan") if how == "nan" and rank == VICTIMS[0] else 2.0**part.number)
+        if how == "death" and rank == VICTIMS[1]:
+            die_in(Collectives, "_sum_up")
+        distance = part.gossip.consensus_distance()
+        with part.gossip.averaged():
+            found.append((values(part.model), distance))
     part.gossip.close()
-    return mean, distance
+    return found
 
 
-def test_a_death_in_a_mean_leaves_out_all_parts_of_its_replica(workers):
-    outcomes = workers.outcomes(N, dies_in_a_mean)
+def test_a_mean_is_without_all_parts_of_a_replica(workers):
+    outcomes = workers.outcomes(N, means_without)
     assert outcomes[3].exitcode == -signal.SIGKILL
     assert outcomes[2].error == "PeerLostError", outcomes[2]
+    names = [name for name, _ in Odd().named_parameters() if name != "still"]
     for rank in (0, 1, 4, 5):
         assert outcomes[rank].error == "", outcomes[rank].trace
-        mean, distance = outcomes[rank].value
-        names = [name for name, _ in Odd().named_parameters() if name != "still"]
-        assert all(torch.equal(mean[name], torch.full_like(mean[name], 2.0)) for name in names), mean
-        assert distance == pytest.approx(sum(mean[name].numel() for name in names) ** 0.5)
+        for mean, distance in outcomes[rank].value:
+            assert all(torch.allclose(mean[name], torch.full_like(mean[name], 2.5)) for name in names), mean
+            assert distance == pytest.approx(1.5 * sum(mean[name].numel() for name in names) ** 0.5)
+
+
+class Fake:
+    """The other worker of a replica, and what both have agreed on."""
+
+    def __init__(self, texts: dict[int, str]) -> None:
+        self.rank, self.timeout, self.texts = 2, 0.1, texts
+        self.names: list[str] = []
+
+    def agree(self, name: str, text: str, what: str, among: Any) -> Future[Any]:
+        self.names.append(name)
+        found: Future[Any] = Future()
+        if self.texts:
+            found.set_result({self.rank: text, **self.texts})
+        return found
+
+    def missing(self, name: str) -> list[int]:
+        return [3]
+
+
+def make_mates(texts: dict[int, str]) -> tuple[Mates, Any]:
+    nobody: Callable[[], list[int]] = list
+    neighbours = SimpleNamespace(lost=nobody, ended=nobody, left=nobody, fail=lambda error: None)
+    replicas = Replicas(((0, 1), (2, 3)))
+    monitor: Any = SimpleNamespace(replicas=replicas, neighbours=neighbours, epochs=SimpleNamespace(coming=7, limit=math.inf))
+    transport: Any = Fake(texts)
+    return Mates(transport, monitor), monitor
+
+
+def test_the_workers_of_a_replica_agree_on_a_round_and_on_an_epoch():
+    mates, monitor = make_mates({3: "[12, -6]"})
+    assert mates.agree_on(10) == 12  # the round in which one of them has to go on
+    assert monitor.epochs.limit == 6  # the epoch that both know
+    mates, monitor = make_mates({3: "[9, -8]"})
+    assert (mates.agree_on(10), monitor.epochs.limit) == (10, 7)
+
+
+def test_a_worker_of_a_replica_that_does_not_come_is_an_error():
+    mates, _ = make_mates({})
+    with pytest.raises(PeerTimeoutError, match="worker 3 did not come to a round of its replica"):
+        mates.agree_on(0)
+    mates, monitor = make_mates({})
+    monitor.neighbours.lost = lambda: [0, 3]
+    with pytest.raises(PeerLostError, match="worker 3 has ended"), mates.explaining():
+        raise RuntimeError("Connection closed by peer")
+    mates, monitor = make_mates({})
+    monitor.neighbours.lost = monitor.neighbours.left = lambda: [3]
+    assert mates._look()  # it has done its part
+    with pytest.raises(PeerLostError, match="worker 3 has ended"), mates.explaining():
+        raise RuntimeError("Connection closed by peer")
