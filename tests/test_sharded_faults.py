@@ -192,9 +192,9 @@ def means_without(rank: int, n: int) -> Any:
                 param.fill_(float("nan") if how == "nan" and rank == VICTIMS[0] else 2.0**part.number)
         if how == "death" and rank == VICTIMS[1]:
             die_in(Collectives, "_sum_up")
-        distance = part.gossip.consensus_distance()
         with part.gossip.averaged():
-            found.append((values(part.model), distance))
+            mean = values(part.model)
+        found.append((mean, part.gossip.consensus_distance()))
     part.gossip.close()
     return found
 
@@ -244,6 +244,13 @@ def test_the_workers_of_a_replica_agree_on_a_round_and_on_an_epoch():
     assert monitor.epochs.limit == 6  # the epoch that both know
     mates, monitor = make_mates({3: "[9, -8]"})
     assert (mates.agree_on(10), monitor.epochs.limit) == (10, 7)
+
+
+def test_a_part_of_a_replica_takes_no_part_in_a_call():
+    mates, _ = make_mates({})
+    mates.refuse_without((2, 3, 0))
+    with pytest.raises(PeerLostError, match="worker 3 has ended, or cannot be heard, and worker 2 holds another part"):
+        mates.refuse_without((0, 1, 2))
 
 
 def test_a_worker_of_a_replica_that_does_not_come_is_an_error():
