@@ -11,12 +11,24 @@ from torch import Tensor
 
 from decent_dp._sizes import MIB
 from decent_dp.errors import NonFiniteError
-from decent_dp.transport import Control
+from decent_dp.transport import Control, Replicas
 
-__all__ = ["average_", "broadcast_", "differing", "squared_distance"]
+__all__ = ["average_", "broadcast_", "control_of_part", "differing", "squared_distance"]
 
 # Upper size of tensors that are sent together; it bounds the extra memory.
 _CHUNK_BYTES = 16 * MIB
+
+
+def control_of_part(control: Control, replicas: Replicas, rank: int) -> Control:
+    """The collectives of the workers that hold the part of a replica that worker ``rank``, this one, holds.
+
+    Args:
+        control: of all workers, who call this together.
+    """
+    if replicas.shards == 1:
+        return control
+    _, own = replicas.place_of(rank)
+    return control.part([rank for rank in control.ranks if replicas.place_of(rank)[1] == own])
 
 
 def average_(control: Control, tensors: Sequence[Tensor], counts: bool | None = None) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decent_dp.compression import all_finite
 from decent_dp.errors import NonFiniteError
-from decent_dp.replica.averages import average_, squared_distance
+from decent_dp.replica.averages import average_, control_of_part, squared_distance
 from decent_dp.replica.consistency import among_the_same
 from decent_dp.replica.shards import holds_first_copy, is_sharded, local
 
@@ -97,13 +97,13 @@ def average_parts_(replica: Replica, parts: Sequence[Tensor], buffers: Sequence[
     shards = [local(buffer) for buffer in buffers if is_sharded(buffer)]
     whole = [buffer for buffer in buffers if not is_sharded(buffer)]
     if replica.monitor is None:
-        distances = average_(replica.control_of_part(), [*parts, *shards])
+        distances = average_(control_of_part(control, replica.replicas, replica.world.rank), [*parts, *shards])
         average_(control, whole)
         return distances[: len(parts)]
 
     def average_copies() -> tuple[list[Tensor], list[Tensor]]:
         copies = [tensor.clone() for tensor in (*parts, *shards, *whole)]
-        part, split = replica.control_of_part(), len(parts) + len(shards)
+        part, split = control_of_part(control, replica.replicas, replica.world.rank), len(parts) + len(shards)
         distances = average_(part, copies[:split], counts)
         average_(control, copies[split:], counts)
         return copies, distances
@@ -115,13 +115,13 @@ def average_parts_(replica: Replica, parts: Sequence[Tensor], buffers: Sequence[
 
 
 def _among_whole_replicas(replica: Replica, call: Callable[[], T]) -> T:
-    """As ``among_the_same``, for means of parts (``Replica.control_of_part``): all parts are of the same replicas."""
+    """As ``among_the_same``, for means of parts (``control_of_part``): all parts are of the same replicas."""
     control = replica.world.control
     while True:
         ranks, result = control.ranks, among_the_same(control, call)
         if replica.replicas.shards > 1:
             control.gather(None)  # who was lost in the mean of another part?
-            replica.wait_for_whole_replicas()
+            replica.mates.wait_for_whole_replicas()
         if control.ranks == ranks:
             return result
 
@@ -145,7 +145,7 @@ def mean_square_distance(replica: Replica) -> float:
                 all(found[rank] for rank in replica.replicas.workers_of(number)) for number in replica.replicas.whole(found)
             ):
                 return []
-        square = squared_distance(replica.control_of_part(), parts, counts)
+        square = squared_distance(control_of_part(control, replica.replicas, replica.world.rank), parts, counts)
         return control.gather(None if counts is False else square)
 
     squares = [square for square in _among_whole_replicas(replica, gather) if square is not None]

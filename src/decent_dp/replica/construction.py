@@ -16,7 +16,7 @@ from decent_dp.engine import fit_rule
 from decent_dp.faults import Tolerate, most_workers
 from decent_dp.membership import EpochStore
 from decent_dp.membership.runs import register
-from decent_dp.replica.averages import broadcast_
+from decent_dp.replica.averages import broadcast_, control_of_part
 from decent_dp.replica.consistency import call_on_all, check_consistency, compare, model_signature
 from decent_dp.replica.devices import gpus_of, refuse_wrong_device, warn_of_shared_gpus
 from decent_dp.replica.options import Options, warn_of_rates
@@ -152,18 +152,15 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
             replicas = _replicas_of_run(transport, given.mesh)
         else:
             replicas = assign_replicas(transport.control.gather(given.mesh))
-        peers = transport
-        if replicas.shards > 1:
-            _, position = replicas.place_of(transport.rank)
-            count = max(len(replicas.workers), most_workers(given.faults) // replicas.shards)
-            peers = transport.among(replicas.workers_at(position, count), len(replicas.workers))
+        peers = _peers_of(transport, replicas, given.faults)
         agreed = check_consistency(transport.control, transport.rank, attempt)
         if agreed.faults is not None:
             agreed = replace(agreed, neighbours=peers.tolerate(agreed.faults))
         tensors = [*model.parameters(), *model.buffers()]
         if replicas.shards > 1:
-            part = transport.control.part(replicas.workers_at(replicas.place_of(transport.rank)[1], len(replicas.workers)))
-            broadcast_(part, [local(tensor) for tensor in tensors if is_sharded(tensor)])
+            broadcast_(
+                control_of_part(transport.control, replicas, transport.rank), list(map(local, filter(is_sharded, tensors)))
+            )
         broadcast_(transport.control, [tensor for tensor in tensors if not is_sharded(tensor)])
         peers.prepare(agreed.topology._edges_ahead(_PREPARED_ROUNDS))
         if replicas.shards > 1:
@@ -231,6 +228,15 @@ def _for_members(name: str, local_world_size: int, count: int) -> Topology:
         if Topology.largest_group(made) <= 2:
             return made
     return make_topology("base-2", local_world_size=local_world_size, world_size=count, rank=0)
+
+
+def _peers_of(transport: Transport, replicas: Replicas, faults: Tolerate | None) -> Transport:
+    """Connects the workers that hold the same part of each replica, also of those that may come."""
+    if replicas.shards == 1:
+        return transport
+    (_, position), began = replicas.place_of(transport.rank), len(replicas.workers)
+    count = max(began, most_workers(faults) // replicas.shards)
+    return transport.among([replicas.workers_of(number)[position] for number in range(count)], began)
 
 
 def _replicas_of_run(transport: NewcomerTransport, mesh: Mapping[str, Any] | None) -> Replicas:

@@ -23,7 +23,7 @@ from decent_dp.errors import PeerLostError
 from decent_dp.membership import MembershipMonitor
 from decent_dp.replica.shards import param_groups_of
 from decent_dp.replica.waiting import wait_for_all
-from decent_dp.transport import Transport
+from decent_dp.transport import Replicas, Transport
 from decent_dp.transport.waiter import start_thread
 
 __all__ = ["Mates"]
@@ -42,18 +42,22 @@ _EXIT = 1
 
 
 class Mates:
-    """One worker's view of those that hold the other parts of its replica. Without such workers it does nothing.
+    """One worker's view of those that hold the other parts of its replica. Where there are none it does nothing.
 
     It is made in the training thread.
+
+    Args:
+        transport: of all workers.
+        monitor: None where faults are not tolerated: then nothing is done, either.
 
     Attributes:
         error: set when one of them is gone.
     """
 
-    def __init__(self, transport: Transport, monitor: MembershipMonitor) -> None:
-        self._transport, self._monitor = transport, monitor
-        number, _ = monitor.replicas.place_of(transport.rank)
-        self._ranks = monitor.replicas.workers_of(number)
+    def __init__(self, transport: Transport, replicas: Replicas, monitor: MembershipMonitor | None) -> None:
+        self._transport, self._replicas = transport, replicas
+        self._monitor = monitor if replicas.shards > 1 else None
+        self._ranks = replicas.workers_of(replicas.place_of(transport.rank)[0])
         self._kind, self._votes = "", 0
         self._training = threading.get_ident()
         # Set when there is nothing to look at any more: the replica is closed, or the training thread has got the error.
@@ -63,7 +67,7 @@ class Mates:
     def start(self, incarnation: int) -> None:
         """They are connected. ``incarnation``: of the first of them."""
         self._kind = f"mates {self._ranks[0]} {incarnation}"
-        if len(self._ranks) > 1:
+        if self._monitor is not None:
             start_thread(_looks_of(self), "decent_dp-mates", self._monitor.neighbours.fail)
 
     def agree_on(self, target: int) -> int:
@@ -77,7 +81,7 @@ class Mates:
         Raises:
             PeerLostError, PeerTimeoutError: one of them is gone, or does not come.
         """
-        if len(self._ranks) == 1:
+        if self._monitor is None:
             return target
         name, what, self._votes = f"{self._kind}/{self._votes}", "a round", self._votes + 1
         epochs = self._monitor.epochs
@@ -115,6 +119,8 @@ class Mates:
 
     def explain(self, modules: Iterable[Any]) -> None:
         """The collectives of these modules of ``fully_shard`` are in ``explaining`` from now on."""
+        if self._monitor is None:
+            return
         for group in (group for module in modules for group in param_groups_of(module)):
             # Older versions of torch have no objects for them: their errors stay torch's.
             for comm in filter(None, (getattr(group, name, None) for name in ("_all_gather_comm", "_reduce_scatter_comm"))):
@@ -126,11 +132,18 @@ class Mates:
 
                 comm.__class__ = type(kind.__name__, (kind,), {"__call__": call})
 
-    def refuse_without(self, present: Sequence[int]) -> None:
-        """Raises PeerLostError if only a part of them is among these workers."""
-        if lost := [rank for rank in self._ranks if rank not in present]:
-            self._lose(lost)
-            self.refuse_lost()
+    def wait_for_whole_replicas(self) -> None:
+        """Until all workers of each replica, or none, are among those of the last collective of all.
+
+        Raises:
+            PeerLostError: some of this worker's replica are not.
+        """
+        control, replicas = self._transport.control, self._replicas
+        while self._monitor is not None and len(replicas.whole(control.ranks)) * replicas.shards < len(control.ranks):
+            if lost := [rank for rank in self._ranks if rank not in control.ranks]:
+                self._lose(lost)
+                self.refuse_lost()
+            control.gather(None)  # the others of such a replica end
 
     def close(self) -> None:
         self._ending.set()
@@ -138,6 +151,7 @@ class Mates:
     def _lose(self, ranks: Sequence[int]) -> None:
         if self.error is not None:
             return
+        assert self._monitor is not None
         own, several = self._transport.rank, len(ranks) > 1
         who = f"worker{'s' if several else ''} {', '.join(map(str, ranks))}"
         self.error = PeerLostError(
@@ -152,6 +166,8 @@ class Mates:
 
     def _look(self, *, failed: bool = False) -> bool:
         """Whether all of them are here. ``failed``: a collective has, so that those that have left are missed, too."""
+        if self._monitor is None:
+            return True
         neighbours, own = self._monitor.neighbours, self._transport.rank
         gone = {*neighbours.lost(), *neighbours.ended()}.difference([] if failed else neighbours.left())
         if lost := [rank for rank in self._ranks if rank in gone and rank != own]:

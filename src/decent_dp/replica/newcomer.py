@@ -133,8 +133,7 @@ class _Joiner:
         with monitor.neighbours.paused():
             transport.enter(others, answer["calls"], first)
             replica.engine.enter(first, replica.replicas.whole(epoch.members))
-        if replica.mates is not None:
-            replica.mates.start(mates[min(mates)])
+        replica.mates.start(mates[min(mates)])
         # The others have made about as many steps as rounds.
         replica.steps += first - fetched
 

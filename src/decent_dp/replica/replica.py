@@ -42,7 +42,7 @@ from decent_dp.replica.statistics import Statistics, tell_drifts, tell_replicas
 from decent_dp.replica.stats import Stats
 from decent_dp.replica.uneven import finish_together
 from decent_dp.topo.epochs import EpochTopology
-from decent_dp.transport import Control, NewcomerTransport, Transport
+from decent_dp.transport import NewcomerTransport, Transport
 
 __all__ = ["Listener", "Replica"]
 
@@ -90,7 +90,7 @@ class Replica(ABC):
         joining: whether it is inside ``join``. ``joins``: how often all workers have left it.
         closed: whether rounds are over.
         superseded: whether it was closed because a newer replica took the model over.
-        monitor: the other workers, where faults are tolerated; ``mates``: those of them that hold parts of this replica.
+        monitor: the other workers, where faults are tolerated. ``mates``: those that hold parts of this replica.
     """
 
     # The name of the driver in snapshots, and in messages.
@@ -110,7 +110,6 @@ class Replica(ABC):
         neighbours, compression = agreed.neighbours, check_compression(agreed.settings.compression)
         self.engine = Engine(self.transport, self.topology, agreed.rule, compression, self.transport.table)
         self.monitor: MembershipMonitor | None = None
-        self.mates: Mates | None = None
         # Of a process that joins a run: makes it a member.
         self.before_first_round: Callable[[], None] | None = None
         if neighbours is not None and agreed.faults is not None:
@@ -120,11 +119,11 @@ class Replica(ABC):
                 incarnation = transport.incarnation if isinstance(transport, NewcomerTransport) else 0
                 epochs = Epochs(rank, n, neighbours, self.topology, agreed.epochs, incarnation, self.replicas)
             self.monitor = MembershipMonitor(transport, neighbours, agreed.faults, self.replicas, epochs)
-            self.mates = Mates(transport, self.monitor)
-            self.mates.explain(fsdp_modules(model))
-            if not isinstance(transport, NewcomerTransport):  # else they are connected later
-                self.mates.start(0)
             self.monitor.callbacks.append(lambda _, new: tell_replicas(self.optimizers, new.size))
+        self.mates = Mates(transport, self.replicas, self.monitor)
+        self.mates.explain(fsdp_modules(model))
+        if not isinstance(transport, NewcomerTransport):  # else they are connected later
+            self.mates.start(0)
         self.mean = Mean(self.parameters.locate)
         self.statistics = Statistics([], {})
         self.listeners: list[Listener] = []
@@ -196,9 +195,9 @@ class Replica(ABC):
             self.before_first_round()
             self.before_first_round = None
         if self.monitor is not None:
-            if self.engine.started is None and self.replicas.shards == 1:
+            if self.engine.started is None and self.replicas.shards == 1:  # a mesh needs it
                 self.world.leave_process_group()
-            self._refuse_lost_mates()
+            self.mates.refuse_lost()
             self.monitor.look(self.engine.round)
             self.catch_up()
         self.world.announce(self.engine.round)
@@ -244,11 +243,9 @@ class Replica(ABC):
 
     def catch_up(self) -> None:
         """Goes on in the round of the others, if they have gone on without this replica. Called between two rounds."""
-        before = self.engine.round
-        target = self.engine.round_of_others()
-        if self.mates is not None and not self._has_run_out:  # else the workers of a replica make no steps together
-            target = self.mates.agree_on(target)
-        self.engine.go_to(target)
+        before, target = self.engine.round, self.engine.round_of_others()
+        # At the end of `join` the workers of a replica make no steps together.
+        self.engine.go_to(target if self._has_run_out else self.mates.agree_on(target))
         if self.engine.round > before:
             self.cadence.fall_behind(self.engine.round)
 
@@ -315,7 +312,7 @@ class Replica(ABC):
 
     def _between_looks(self) -> None:
         if self.monitor is not None:
-            self._refuse_lost_mates()
+            self.mates.refuse_lost()
             self.monitor.look(self.engine.round)
         self._tell_boundary()
 
@@ -363,7 +360,7 @@ class Replica(ABC):
     def faults(self) -> Iterator[None]:
         """Marks the replica as failed if an exception leaves the with-block."""
         try:
-            with contextlib.nullcontext() if self.mates is None else self.mates.explaining():
+            with self.mates.explaining():
                 yield
         except BaseException as error:
             self._fault = error
@@ -451,7 +448,7 @@ class Replica(ABC):
         self.apply_pending()
         self.refuse_stopped()
         if self.monitor is not None:
-            self._refuse_lost_mates()
+            self.mates.refuse_lost()
             self.monitor.look(self.engine.round)
             self._wait_while_cut_off(at_once=True)
         engine, control = self.engine, self.world.control
@@ -465,33 +462,7 @@ class Replica(ABC):
                 if min(rounds) < max(rounds):  # a worker in a later round may have mixed what is in flight here
                     for bucket in engine.buckets:
                         engine.finish(bucket)
-        self.wait_for_whole_replicas()
-
-    def _refuse_lost_mates(self) -> None:
-        if self.mates is not None:
-            self.mates.refuse_lost()
-
-    def wait_for_whole_replicas(self) -> None:
-        """Where faults are tolerated: until all workers of each replica, or none, are among those of the last collective.
-
-        Raises:
-            PeerLostError: some of this worker's replica are not.
-        """
-        control, replicas = self.world.control, self.replicas
-        while self.mates is not None and {replicas.place_of(rank)[0] for rank in control.ranks} != {
-            *replicas.whole(control.ranks)
-        }:
-            self.mates.refuse_without(control.ranks)
-            control.gather(None)  # the others of that replica end
-
-    def control_of_part(self) -> Control:
-        """The collectives of the workers that hold the same part of each replica. Called by all workers together, as
-        ``Control.part``."""
-        control = self.world.control
-        if self.replicas.shards == 1:
-            return control
-        _, own = self.replicas.place_of(self.world.rank)
-        return control.part([rank for rank in control.ranks if self.replicas.place_of(rank)[1] == own])
+        self.mates.wait_for_whole_replicas()
 
     def close(self) -> None:
         """Waits for the exchange in flight, drops it, and releases the connections; parameters stay as they are.
@@ -517,8 +488,8 @@ class Replica(ABC):
             self.closed = True
             self.remove_hooks()
             tell_replicas(self.optimizers, 1)
-            if self.monitor is not None and self.mates is not None:
-                self.mates.close()
+            self.mates.close()
+            if self.monitor is not None:
                 self.monitor.close()
             self.world.close()
 

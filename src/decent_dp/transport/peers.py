@@ -49,17 +49,13 @@ class Replicas:
         """How many workers at this one's position are on its node, the node size for a topology of replicas."""
         if self.shards == 1:
             return local_world_size
-        peers = self.workers_at(self.place_of(rank)[1], len(self.workers))
-        return sum(peer // local_world_size == rank // local_world_size for peer in peers)
+        position = self.place_of(rank)[1]
+        return sum(own[position] // local_world_size == rank // local_world_size for own in self.workers)
 
     def whole(self, ranks: Collection[int]) -> tuple[int, ...]:
         """The numbers of the replicas of which all workers are among ``ranks``, in ascending order."""
         found = {self.place_of(rank)[0] for rank in ranks}
         return tuple(sorted(number for number in found if set(self.workers_of(number)) <= set(ranks)))
-
-    def workers_at(self, position: int, count: int) -> list[int]:
-        """The workers at one position of the first ``count`` replicas, by the number of the replica."""
-        return [self.workers_of(number)[position] for number in range(count)]
 
 
 class Peers(Transport):
