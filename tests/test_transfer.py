@@ -26,6 +26,7 @@ from decent_dp.replica.transfer import (
     unpack_message,
 )
 from decent_dp.serialization import encode
+from decent_dp.transport import Replicas
 
 TREE = {
     "a": torch.arange(7.0),
@@ -466,32 +467,51 @@ def seats(member) -> tuple[Member, Epochs]:
     donor.monitor.epochs, donor.monitor.is_free = epochs, lambda rank, incarnation: rank == 2
     donor.server._replica.world = SimpleNamespace(control=SimpleNamespace(calls=7))
     donor.server._replica.joins = 1
+    donor.server._replica.replicas = Replicas(tuple((rank,) for rank in range(4)))
     return donor, epochs
+
+
+def wants(donor: Member, *ranks: int) -> Any:
+    """The answer to the first of these processes, which want to be members together."""
+    return donor.ask(ranks[0], want="seat", **{"for": [[rank, 1] for rank in ranks]})
 
 
 def test_a_seat_is_given_when_the_epoch_is_decided(seats):
     donor, epochs = seats
-    assert donor.ask(3, want="seat") == {"wait": "worker 3 lives"}
+    assert wants(donor, 3) == {"wait": "worker 3 lives"}
     assert epochs.offers == {}
     for _ in range(3):
-        assert "wait" in donor.ask(2, want="seat")
+        assert "wait" in wants(donor, 2)
     [future] = epochs.offers.values()
     future.set_result(SimpleNamespace(number=4, text="{}"))
     answer = {"epoch": 4, "text": "{}", "calls": 7, "joins": 1, "first_bucket": 0}
-    assert donor.ask(2, want="seat") == donor.ask(2, want="seat") == answer
+    assert wants(donor, 2) == wants(donor, 2) == answer
     assert (donor.server._seats, epochs.withdrawn) == ({}, [])
 
 
 def test_a_seat_is_withdrawn_from_one_that_asks_no_more(seats, monkeypatch):
     monkeypatch.setattr(state_server_module, "_ENDED", 0.3)
     donor, epochs = seats
-    donor.ask(2, want="seat")
+    wants(donor, 2)
     until(lambda: epochs.withdrawn == [(2, 1)])
     assert donor.server._seats == {}
 
 
 def test_a_seat_that_another_one_has_got_is_refused(seats):
     donor, epochs = seats
-    donor.ask(2, want="seat")
+    wants(donor, 2)
     epochs.offers[2, 1].set_exception(ConnectionError("another process is worker 2"))
-    assert donor.ask(2, want="seat") == {"refused": "another process is worker 2"}
+    assert wants(donor, 2) == {"refused": "another process is worker 2"}
+
+
+def test_seats_are_given_to_all_processes_of_a_replica_together(seats):
+    donor, epochs = seats
+    donor.monitor.is_free = lambda rank, incarnation: True
+    donor.server._replica.replicas = Replicas(((0, 1), (2, 3)))
+    assert "its replica is the workers [2, 3]" in wants(donor, 2)["refused"]
+    assert "its replica is the workers [2, 3]" in wants(donor, 2, 1)["refused"]
+    assert "wait" in wants(donor, 2, 3)
+    epochs.offers[2, 1].set_result(SimpleNamespace(number=4, text="{}"))
+    assert "wait" in wants(donor, 2, 3)
+    epochs.offers[3, 1].set_result(SimpleNamespace(number=4, text="{}"))
+    assert wants(donor, 2, 3)["epoch"] == 4

@@ -99,15 +99,7 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
 
     def attempt() -> tuple[Agreement, dict[str, Any]]:
         local_world_size = replicas.peers_on_node(transport.rank, given.local_world_size)
-        try:
-            # A process that joins may have a rank beyond those that began the run.
-            rank = min(peers.rank, peers.world_size - 1)
-            made = make_topology(given.topology, local_world_size=local_world_size, world_size=peers.world_size, rank=rank)
-        except ValueError as error:
-            if replicas.shards == 1:
-                raise
-            numbers = f"{peers.world_size}, of {replicas.shards} workers each"
-            raise ValueError(f"{error} (A topology counts replicas, and there are {numbers}.)") from error
+        made = _topology_of_replicas(given.topology, local_world_size, peers, replicas)
         if given.sharing:
             refuse_isolated(given.sharing, made)
         narrow = any(param.itemsize < 4 for param in model.parameters())
@@ -228,6 +220,18 @@ def _for_members(name: str, local_world_size: int, count: int) -> Topology:
         if Topology.largest_group(made) <= 2:
             return made
     return make_topology("base-2", local_world_size=local_world_size, world_size=count, rank=0)
+
+
+def _topology_of_replicas(topology: str | Topology, local_world_size: int, peers: Transport, replicas: Replicas) -> Topology:
+    # A process that joins may have a rank beyond those that began the run.
+    rank = min(peers.rank, peers.world_size - 1)
+    try:
+        return make_topology(topology, local_world_size=local_world_size, world_size=peers.world_size, rank=rank)
+    except ValueError as error:
+        if replicas.shards == 1:
+            raise
+        numbers = f"{peers.world_size}, of {replicas.shards} workers each"
+        raise ValueError(f"{error} (A topology counts replicas, and there are {numbers}.)") from error
 
 
 def _peers_of(transport: Transport, replicas: Replicas, faults: Tolerate | None) -> Transport:
