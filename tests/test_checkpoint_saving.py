@@ -123,7 +123,7 @@ def test_close_waits_for_the_own_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(saver, "write_shard", lambda *_: hangs.wait(50))
     model = alone(net())
     saving, began = save(model, tmp_path / "error", wait=False), time.monotonic()
-    saver.saver_of(model.replica).close(at_error=True)
+    saver.saver_of(model.replica).closing(at_error=True)
     assert time.monotonic() - began < 45
     hangs.set()
     assert isinstance(saving.error, PeerTimeoutError)
@@ -138,7 +138,7 @@ def test_close_waits_for_others_only_for_a_while(tmp_path, monkeypatch):
             transport.control.gather(None)
             return None
         saving, began = save(model, tmp_path, wait=False), time.monotonic()
-        saver.saver_of(model.replica).close()
+        saver.saver_of(model.replica).closing()
         took = time.monotonic() - began
         transport.control.gather(None)
         return took, str(saving.error)
@@ -195,7 +195,7 @@ def test_an_exit_after_an_error_waits_briefly(monkeypatch, error, interactive, h
         else:
             monkeypatch.delattr(sys, name, raising=False)
     asked: list[bool] = []
-    leaving: Any = SimpleNamespace(close=lambda at_error: asked.append(at_error))
+    leaving: Any = SimpleNamespace(closing=lambda at_error: asked.append(at_error))
     saver._close_at_exit(leaving)
     assert asked == [hurry]
 
