@@ -348,7 +348,7 @@ def save_third(path: Path) -> None:
     """Attempt 1, so that it is newer than what was left over."""
     name = step_name(3, 1, 3, "third", 2)
     _, found = look(path)
-    whole, lacking = complete([found]), folder.incomplete([found])
+    whole, lacking = complete([found]), found.steps.keys() - complete([found])
     make_folder(path)
     claim(path, "third", 0, may_take_over=True)
     remove(path, lacking)
@@ -360,7 +360,7 @@ def save_third(path: Path) -> None:
 def save_fourth(path: Path) -> str:
     """By the next run, which cleans up."""
     _, found = look(path)
-    whole, lacking = complete([found]), folder.incomplete([found])
+    whole, lacking = complete([found]), found.steps.keys() - complete([found])
     name = step_name(4, folder.attempt_of([found]), 0, "fourth", 2)
     claim(path, "fourth", 0, may_take_over=True)
     remove(path, lacking)

@@ -372,23 +372,6 @@ def test_the_checkpoint_that_was_loaded_stays_until_a_newer_one_is_written(tmp_p
     model.close()
 
 
-def test_a_folder_that_cannot_be_read_after_the_load_does_not_end_the_training(tmp_path, monkeypatch):
-    model = alone(net())
-    path = save(model, tmp_path, {"at": 0}).path
-    left = tmp_path / path.name.replace("-0-0-", "-0-1-")
-    left.mkdir()
-    root, sight = saver.folder.look(tmp_path)
-
-    def stale(_: Any) -> Any:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(saver.folder, "ranks_in", stale)
-        saver.saver_of(model.replica).loaded(root, [sight])
-    assert save(model, tmp_path).error is None
-    model.close()
-
-
 @pytest.mark.parametrize("what", ["run", "latest"])
 def test_a_disk_that_is_full_for_small_files(tmp_path, monkeypatch, caplog, what):
     """Without the file of the run there is no checkpoint; without `latest` there is one."""

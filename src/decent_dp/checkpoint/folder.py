@@ -41,7 +41,6 @@ __all__ = [
     "claim",
     "complete",
     "folder_of",
-    "incomplete",
     "is_step",
     "look",
     "make_folder",
@@ -235,10 +234,6 @@ def _exists(path: Path) -> bool:
 def complete(sights: Sequence[Sight]) -> list[str]:
     """The names of the checkpoints that are complete, newest first, by what all workers see."""
     return [name for name in _names(sights) if missing_rank(name, sights) is None]
-
-
-def incomplete(sights: Sequence[Sight]) -> list[str]:
-    return [name for name in _names(sights) if missing_rank(name, sights) is not None]
 
 
 def attempt_of(sights: Sequence[Sight]) -> int:

@@ -202,7 +202,6 @@ class _Root:
         attempt: the number of loads in it, of this run and those before.
         may_take_over: this run has loaded from it.
         complete: checkpoints that are known to be complete.
-        abandoned: checkpoints that earlier runs have left incomplete, and the ranks whose shards this worker saw at the load.
         known: the names of checkpoints that this run has made, or judged at a load. Only these are ever removed: another
             run may still write, a disk may come back, and a load looks at the newest ones only.
     """
@@ -210,7 +209,6 @@ class _Root:
     attempt: int = 0
     may_take_over: bool = False
     complete: set[str] = field(default_factory=set)
-    abandoned: dict[str, list[int]] = field(default_factory=dict)
     known: set[str] = field(default_factory=set)
 
 
@@ -304,14 +302,9 @@ class Saver(Listener):
         """All workers have loaded from the folder ``path``, in which they see ``sights``."""
         complete = set(folder.complete(sights))
         # A checkpoint that `latest` names was complete: its missing shards may be on a disk that comes back.
-        lost = {sight.hint for sight in sights if sight.hint is not None} - complete
-        incomplete = set(folder.incomplete(sights)) - lost
-        abandoned = {}
-        for name in incomplete:
-            # The model is loaded by now, and only this worker would raise the error.
-            with contextlib.suppress(OSError):
-                abandoned[name] = folder.ranks_in(path / name)
-        self._roots[os.path.realpath(path)] = _Root(folder.attempt_of(sights), True, complete, abandoned, complete | incomplete)
+        lost = {sight.hint for sight in sights} - complete
+        known = {name for sight in sights for name in sight.steps} - lost
+        self._roots[os.path.realpath(path)] = _Root(folder.attempt_of(sights), True, complete, known)
 
     def closing(self, at_error: bool = False) -> None:
         """Waits for this worker's own disk up to the timeout, and then for the others up to half a minute, or the timeout if
@@ -394,9 +387,7 @@ class Saver(Listener):
             folder.claim(folder.make_folder(path.parent), run, rank, may_take_over=root.may_take_over)
             if root.may_take_over:
                 root.may_take_over = False
-                # Killed runs have left them. A folder with a new shard belongs to a run that still writes into it.
-                left = [name for name, ranks in root.abandoned.items() if folder.ranks_in(path.parent / name) == ranks]
-                folder.remove(path.parent, left)
+                folder.remove(path.parent, root.known - root.complete - {path.name})  # killed runs have left them
             write_shard(folder.make_folder(path), shard.record, shard.staged.tensors, shard.text)
         except Exception as error:
             return error
