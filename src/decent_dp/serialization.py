@@ -38,12 +38,15 @@ RESERVED = ("__metadata__", "__tree__")
 
 # Levels of a tree. Each is at most three levels of JSON, which Python's reader follows by recursion.
 _MAX_DEPTH = 100
+# Characters of a tensor's key.
 _MAX_KEY = 200
 # Python converts no longer decimals (sys.set_int_max_str_digits).
 _MAX_BITS = 10_000
-# The values of a text are bounded by its marks: at most 2**24 numbers, or 2 million lists. That is about 1 GiB of objects, and
-# some seconds. A key of a dict takes as long as four numbers, and a list or a dict as long as eight.
-_MOST_VALUES, _MARKS = 2**24, {",": 1, ":": 4, "[": 8, "{": 8}
+# The values of a text, which its marks bound: at most so many numbers, or 2 million lists. That is about 1 GiB of objects, and
+# some seconds.
+_MOST_VALUES = 2**24
+# A key of a dict takes as long as four numbers, and a list or a dict as long as eight.
+_MARKS = {",": 1, ":": 4, "[": 8, "{": 8}
 # Keys of a dict with one hash: more take quadratic time. The hash of an integer is its rest modulo 2**61 - 1.
 _ONE_HASH = 32
 
@@ -58,7 +61,6 @@ _DIRECT = frozenset(
 )
 # Kinds of NumPy dtypes: bools, numbers, text, dates.
 _ARRAY_KINDS = "biufcSUmM"
-_PATHS = (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, tuple, deque, torch.Size)
 
 
@@ -103,21 +105,18 @@ class _Encoder:
             if id(value) not in self._seen:
                 self._seen[id(value)] = self._tensor(value), value
             return self._seen[id(value)][0]
-        if isinstance(value, np.generic):
-            return self._scalar(value)
-        if isinstance(value, np.ndarray):
-            return self._array(value)
+        if isinstance(value, (np.generic, np.ndarray)):
+            return self._numpy(value)
         if isinstance(value, enum.Enum):
             raise self._refuse(value, "save its .value")
-        if isinstance(value, int):
-            if value.bit_length() > _MAX_BITS:
-                raise self._refuse(value, "save it as a str", what=f"int of {value.bit_length()} bits")
-            return int(value)
-        if isinstance(value, (float, str)):
-            return float(value) if isinstance(value, float) else str(value)
+        if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+            raise self._refuse(value, "save it as a str", what=f"int of {value.bit_length()} bits")
+        for plain in (int, float, str):
+            if isinstance(value, plain):
+                return plain(value)
         if isinstance(value, bytes):
             return {"!bytes": base64.b64encode(value).decode("ascii")}
-        if kind in _PATHS:
+        if isinstance(value, pathlib.PurePath):
             return {"!path": str(value)}
         if isinstance(value, torch.dtype):
             return {"!dtype": _dtype_name(value)}
@@ -160,34 +159,29 @@ class _Encoder:
         if what is not None or plain.is_quantized or plain.is_nested:
             raise self._refuse(tensor, "save a plain tensor", what=what or "quantized or nested tensor")
         if plain.layout is torch.sparse_coo:
-            parts = [self._dense(plain._indices(), ".indices"), self._dense(plain._values(), ".values")]
-            return {"!sparse": [*parts, list(plain.shape), plain.is_coalesced()]}
+            parts = {"indices": plain._indices(), "values": plain._values()}
+            nodes = [self._inside(step, part) for step, part in parts.items()]
+            return {"!sparse": [*nodes, list(plain.shape), plain.is_coalesced()]}
         if plain.layout is not torch.strided:
             raise self._refuse(tensor, "save it .to_dense() or as sparse COO", what=f"{plain.layout} tensor")
-        return self._dense(plain, "")
-
-    def _dense(self, tensor: Tensor, suffix: str) -> Any:
-        plain = tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
         if plain.dtype in _DIRECT:
-            return {"!tensor": self._add(plain, suffix)}
-        key = self._add(plain.contiguous().reshape(-1).view(torch.uint8), suffix)
-        return {"!tensor": [key, _dtype_name(tensor.dtype), list(tensor.shape)]}
+            return {"!tensor": self._add(plain.resolve_conj().resolve_neg())}
+        key = self._add(plain.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8))
+        return {"!tensor": [key, _dtype_name(plain.dtype), list(plain.shape)]}
 
-    def _array(self, array: np.ndarray[Any, Any]) -> Any:
-        if type(array) not in (np.ndarray, np.memmap) or not _is_plain(array.dtype):
-            raise self._refuse(array, "save plain arrays of numbers or text", what=f"{type(array).__name__} of {array.dtype}")
-        raw = np.array(array, order="C").reshape(-1).view(np.uint8)
-        return {"!array": [self._add(torch.from_numpy(raw), ""), array.dtype.str, list(array.shape)]}
+    def _numpy(self, value: np.generic | np.ndarray[Any, Any]) -> Any:
+        is_array = isinstance(value, np.ndarray)
+        if not _is_plain(value.dtype) or (is_array and type(value) not in (np.ndarray, np.memmap)):
+            what = f"{type(value).__name__} of {value.dtype}" if is_array else None
+            raise self._refuse(value, "save plain arrays of numbers or text" if is_array else "save plain values", what)
+        if not is_array:
+            return {"!scalar": [value.dtype.str, value.tobytes().hex()]}
+        raw = np.array(value, order="C").reshape(-1).view(np.uint8)
+        return {"!array": [self._add(torch.from_numpy(raw)), value.dtype.str, list(value.shape)]}
 
-    def _scalar(self, value: np.generic) -> Any:
-        if not _is_plain(value.dtype):
-            raise self._refuse(value, "save plain values")
-        return {"!scalar": [value.dtype.str, value.tobytes().hex()]}
-
-    def _add(self, tensor: Tensor, suffix: str) -> str:
+    def _add(self, tensor: Tensor) -> str:
         # Keys are UTF-8 in the file: a lone surrogate becomes a question mark.
-        joined = ".".join(map(str, self._path))[:_MAX_KEY].encode("utf-8", "replace").decode()
-        base = (joined or "value") + suffix
+        base = ".".join(map(str, self._path))[:_MAX_KEY].encode("utf-8", "replace").decode() or "value"
         key, n = base, 1
         while key in self.tensors or key in RESERVED:
             n += 1
