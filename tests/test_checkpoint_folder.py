@@ -82,11 +82,11 @@ WHOLE_OF_3 = (3, [(0, 2)])
         ([sight("s2", s1=WHOLE_OF_3, s2=(3, [(0, 1)])), sight("s2", s1=WHOLE_OF_3)], 1),  # a disk has lost the folder
         (
             [sight("s1", s1=(3, [(0, 1)])), sight()],
-            "no worker starts from scratch: .*-0-1-abcdef-of-3 is incomplete: worker-0002.* is missing; worker 1 sees no",
+            "no worker starts from scratch .*-0-1-abcdef-of-3 is incomplete: worker-0002.* is missing; worker 1 found none",
         ),
-        ([sight("s1"), sight("s1")], "has a file 'latest', which names step-00000001-0-1-abcdef-of-3, and no checkpoint"),
-        ([sight(s1=WHOLE_OF_3), sight()], "worker 1 sees no checkpoint.*no worker starts from scratch"),
-        ([sight(s1=WHOLE_OF_3), sight(s2=WHOLE_OF_3)], "is not seen by all workers"),
+        ([sight("s1"), sight("s1")], "the file 'latest' names step-00000001-0-1-abcdef-of-3, which was removed"),
+        ([sight(s1=WHOLE_OF_3), sight()], "no worker starts from scratch.*not seen by worker 1; worker 1 found none"),
+        ([sight(s1=WHOLE_OF_3), sight(s2=WHOLE_OF_3)], "is not seen by worker 0; .* is not seen by worker 1\\. Give all"),
         ([sight(s1=(10**15, [(0, 10**15)]))], 1),
         ([sight(s1=(3, [(0, 10**15)]))], 1),
     ],

@@ -260,50 +260,37 @@ def choose(root: Path, sights: Sequence[Sight]) -> tuple[str, int] | None:
     """
     asked = {sight.only for sight in sights} - {None}
     names = [name for name in _names(sights) if not asked or name in asked]
-    skipped: list[str] = []
-    chosen, unseen = None, False
+    passed: list[str] = []
+    chosen, was_there = None, any(sight.latest for sight in sights)
     for name in names:
         missing = missing_rank(name, sights)
         blind = [rank for rank, sight in enumerate(sights) if name not in sight.steps or not sight.steps[name][1]]
         if missing is not None:
-            what = f"{root / name} is incomplete: {shard_name(missing)} is missing"
+            passed.append(f"{root / name} is incomplete: {shard_name(missing)} is missing")
             # A checkpoint that `latest` names was complete. If a worker has lost its folder, an older one may do.
-            lost = any(sight.hint == name for sight in sights) and all(name in sight.steps for sight in sights)
-            if asked or lost:
-                raise CheckpointError(f"{what}. Another checkpoint can be loaded by its path.")
-        elif not blind:
+            is_last = any(sight.hint == name for sight in sights) and all(name in sight.steps for sight in sights)
+        elif blind:
+            passed.append(f"{root / name} is not seen by {_workers(blind)}")
+            is_last, was_there = all(not sights[rank].steps for rank in blind), True
+        else:
             chosen = name, sights[0].steps[name][0]
             break
-        elif asked or all(not sights[rank].steps for rank in blind):
-            raise CheckpointError(
-                f"{_workers(blind)} no checkpoint in {root}, and the others see {name}: no worker starts from scratch "
-                "while others resume. Give all workers their files, or the same path; or, for a fresh start, another one."
-            )
-        else:
-            what, unseen = f"{root / name} is not seen by all workers", True
-        skipped.append(what)
-    if skipped:
-        _log.warning("%s", _some(skipped))
-    if chosen is not None or not (unseen or any(sight.latest for sight in sights)):
+        if asked or is_last:
+            was_there = True
+            break
+    why = [*passed[:3], f"and {len(passed) - 3} more"] if len(passed) > 3 else passed
+    if chosen is not None or not was_there:
+        if passed:
+            _log.warning("%s", "; ".join(why))
         return chosen
-    raise CheckpointError(_no_checkpoint(root, sights, skipped))
-
-
-def _some(skipped: Sequence[str]) -> str:
-    return "; ".join([*skipped[:3], *([f"and {len(skipped) - 3} more"] if len(skipped) > 3 else [])])
-
-
-def _no_checkpoint(root: Path, sights: Sequence[Sight], skipped: Sequence[str]) -> str:
-    """Why no checkpoint can be loaded from a folder in which one was complete."""
-    advice = f"Give all workers their files; or, for a fresh start, another path than {root}."
-    blind = [rank for rank, sight in enumerate(sights) if not sight.steps]
-    if skipped:
-        some = f"; {_workers(blind)} no checkpoint there" if blind else ""
-        return f"no checkpoint in {root} can be loaded, and no worker starts from scratch: {_some(skipped)}{some}. {advice}"
-    hinted = next(sight.hint or "a checkpoint" for sight in sights if sight.latest)
-    return (
-        f"{root} has a file '{_LATEST}', which names {hinted}, and no checkpoint: they were removed, or are on another disk. "
-        f"No worker starts from scratch. {advice}"
+    if empty := [rank for rank, sight in enumerate(sights) if not sight.steps]:
+        why.append(f"{_workers(empty)} found none there")
+    if not names:
+        named = next((sight.hint for sight in sights if sight.hint), "one")
+        why.append(f"the file '{_LATEST}' names {named}, which was removed, or is on another disk")
+    raise CheckpointError(
+        f"no checkpoint in {root} can be loaded, and no worker starts from scratch while others resume: {'; '.join(why)}. "
+        "Give all workers their files, or the path of another checkpoint; or, for a fresh start, another folder."
     )
 
 
@@ -312,7 +299,7 @@ def _names(sights: Sequence[Sight]) -> list[str]:
 
 
 def _workers(ranks: Sequence[int]) -> str:
-    return f"worker {ranks[0]} sees" if len(ranks) == 1 else f"workers {', '.join(str(rank) for rank in ranks)} see"
+    return f"worker{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 # -- the run that saves here --------------------------------------------------------------------------------------------
