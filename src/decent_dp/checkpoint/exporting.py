@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -245,12 +245,16 @@ def _write(state: dict[str, Any], path: Path) -> None:
     for key, value in state.items():
         if not isinstance(value, Tensor):
             _check_extra(key, value, path)
-    if path.suffix == _SAFETENSORS:
-        # Each key has memory of its own: a tied parameter is written under all its names, and any reader finds it.
-        plain = {key: value.contiguous().clone() for key, value in state.items()}
-        _replace(path, lambda file: save_file(plain, file, metadata={"format": "pt"}))
-    else:
-        _replace(path, lambda file: torch.save(state, file))
+    try:
+        make_folder(path.parent)
+        if path.suffix == _SAFETENSORS:
+            # Each key has memory of its own: a tied parameter is written under all its names, and any reader finds it.
+            plain = {key: value.contiguous().clone() for key, value in state.items()}
+            replace_file(path, lambda file: save_file(plain, file, metadata={"format": "pt"}))
+        else:
+            replace_file(path, lambda file: torch.save(state, file))
+    except Exception as error:  # torch and safetensors raise errors of their own for a full disk
+        raise CheckpointError(f"the model could not be written to '{path}': {type(error).__name__}: {error}") from error
 
 
 def _check_extra(key: str, value: object, path: Path) -> None:
@@ -266,11 +270,3 @@ def _check_extra(key: str, value: object, path: Path) -> None:
         except Exception as error:
             cause = f"torch.load(weights_only=True) would not open it ({type(error).__name__})"
     raise TypeError(f"the model's state has a {type(value).__name__} under '{key}', and {cause}")
-
-
-def _replace(path: Path, write: Callable[[Path], None]) -> None:
-    try:
-        make_folder(path.parent)
-        replace_file(path, write)
-    except Exception as error:  # torch and safetensors raise errors of their own for a full disk
-        raise CheckpointError(f"the model could not be written to '{path}': {type(error).__name__}: {error}") from error

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -191,26 +192,22 @@ def _tensor(
     # A sparse one becomes dense if another one is, in the same shape: its own may be of any size.
     shape = next(node.load().shape for node in nodes if node.kind != "sparse") if len(kinds) > 1 else None
     first = _read(nodes[0], shape)
-    if not isinstance(first, Tensor):
-        return first
-    averaged = _has_mean(first, integers) and not _too_large(first, len(nodes))
-    if not averaged and not parameter:
-        return nodes[0].load()
-    total, equal, exact = None, True, True
-    wide = torch.complex128 if first.is_complex() else torch.float64
-    for number, node in enumerate(nodes[1:], 1):
-        other = _read(node, shape)
-        if not isinstance(other, Tensor) or (other.shape, other.dtype) != (first.shape, first.dtype):
+    wide = torch.complex128 if isinstance(first, Tensor) and first.is_complex() else torch.float64
+    averaged, equal, total = isinstance(first, Tensor) and _has_mean(first, integers), True, None
+    for number, node in enumerate(nodes):
+        if not averaged and not parameter:
+            return nodes[0].load()
+        value = first if node is nodes[0] else _read(node, shape)
+        if not isinstance(value, Tensor) or (value.shape, value.dtype) != (first.shape, first.dtype):
             if parameter:
                 what = f"parameter '{parameter}' has another shape or dtype"
                 raise CheckpointError(f"{shards[number].file} does not fit {shards[0].file}: {what}")
             return nodes[0].load()
-        equal = equal and _same_bits(first, other)
+        equal = equal and _same_bits(first, value)
+        averaged = averaged and not _too_large(value, len(nodes))
         if averaged:
-            total = first.to(wide, copy=True) if total is None else total
-            total += other.to(wide)
-            exact = exact and not _too_large(other, len(nodes))
-    return first if total is None or equal or not exact else _as(first, total / len(nodes), counts)
+            total = value.to(wide, copy=True) if total is None else total.add_(value.to(wide))
+    return first if equal or not averaged or total is None else _as(first, total / len(nodes), counts)
 
 
 def _read(node: Stored, shape: Sequence[int] | None) -> Any:
@@ -252,10 +249,8 @@ def _number(values: Sequence[float], name: str | None) -> float:
         return values[0]
     if all(isinstance(value, int) for value in values):
         return round(Fraction(sum(values)) / len(values))
-    if not all(map(math.isfinite, values)):
-        return sum(values) / len(values)
-    mean = float(sum(map(Fraction, values)) / len(values))
-    return float(round(mean)) if name in _COUNTERS else mean
+    average = statistics.mean(values)
+    return float(round(average)) if name in _COUNTERS and math.isfinite(average) else average
 
 
 def _first(nodes: Sequence[Any]) -> Any:
