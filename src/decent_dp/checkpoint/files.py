@@ -29,7 +29,7 @@ from torch import Tensor
 from decent_dp import __version__
 from decent_dp._checks import check_integer
 from decent_dp.errors import CheckpointError
-from decent_dp.serialization import RESERVED, loaded, parse, read_json
+from decent_dp.serialization import RESERVED, parse, read_json
 
 __all__ = ["OLDER", "Record", "Shard", "now", "read_small", "replace_file", "shard_name", "sync_folder", "write_shard"]
 
@@ -271,15 +271,11 @@ class Shard(contextlib.AbstractContextManager["Shard"]):
         return tensor
 
     def tree(self) -> Any:
-        """Returns the saved tree with all tensors.
+        """Returns the saved tree, with a `Stored` in place of each tensor and array, for `loaded`.
 
         Raises:
-            CheckpointError: the tree is malformed, or its tensors do not fit it; names the file.
+            CheckpointError: the tree is malformed; when it is loaded: its tensors do not fit it. Names the file.
         """
-        return loaded(self.outline())
-
-    def outline(self) -> Any:
-        """As `tree`, with a `Stored` in place of each tensor and array."""
         text = self[_TREE].numpy().tobytes().decode("ascii", "replace")
         return parse(text, self.__getitem__, f"{self.file} cannot be used: ")
 

@@ -59,12 +59,13 @@ def sources(saved: int, rank: int, world_size: int, how: str) -> list[int]:
     return [rank * saved // world_size]
 
 
-def state_of_worker(shard: Shard, tree: Any) -> Any:
-    """Returns ``tree``, which is that of ``shard``.
+def state_of_worker(shard: Shard) -> Any:
+    """The tree of a shard, with its tensors still in the file.
 
     Raises:
         CheckpointError: it is not the state of a worker.
     """
+    tree = shard.tree()
     fits = isinstance(tree, dict) and tree.keys() <= {"snapshot", "random", "state"}
     fits = fits and all(isinstance(tree.get(key), dict) for key in ("snapshot", "state"))
     parts = ("parameters", "buffers", "optim", "grads")
@@ -81,7 +82,7 @@ def combined(shards: Sequence[Shard]) -> dict[str, Any]:
     Raises:
         CheckpointError: a file cannot be read, or the workers' parameters do not fit each other; names it.
     """
-    trees = [state_of_worker(shard, shard.outline()) for shard in shards]
+    trees = list(map(state_of_worker, shards))
     with _naming(shards):
         means = _snapshot(_at("snapshot", trees), shards)
         return {"snapshot": means, "random": None, "state": _user_state(_at("state", trees))}
@@ -89,7 +90,7 @@ def combined(shards: Sequence[Shard]) -> dict[str, Any]:
 
 def mean_tensors(shards: Sequence[Shard], keys: Sequence[str]) -> dict[str, Tensor]:
     """The means of the tensors in the snapshots under ``keys``, by name. Raises as `combined`."""
-    trees = [state_of_worker(shard, shard.outline()) for shard in shards]
+    trees = list(map(state_of_worker, shards))
     with _naming(shards):
         means = _snapshot([{key: tree["snapshot"][key] for key in keys} for tree in trees], shards)
     return {name: tensor for key in keys for name, tensor in means[key].items()}

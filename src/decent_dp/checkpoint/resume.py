@@ -24,6 +24,7 @@ from decent_dp.errors import CheckpointError
 from decent_dp.replica.consistency import call_on_all, model_signature, tensor_sizes
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.snapshot import begin_load, put_back
+from decent_dp.serialization import loaded
 
 __all__ = ["latest", "load", "read_parameters"]
 
@@ -93,7 +94,7 @@ def load(
     with contextlib.ExitStack() as opened:
         shards, same = call_on_all(control, lambda: _open(step, rank, replica, resize, opened))
         _verify(replica, step, shards, chosen[1])
-        tree = call_on_all(control, lambda: _read(shards, replica if same else None))
+        tree = call_on_all(control, lambda: _resumed(shards[0], replica) if same else combined(shards))
     try:
         put_back(replica, tree["snapshot"])
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
@@ -272,14 +273,9 @@ def _check_alike(step: Path, n: int, seen: Sequence[tuple[int, list[Any]]]) -> N
         raise CheckpointError(f"{step / shard_name(number)} cannot be used: {why}")
 
 
-def _read(shards: Sequence[Shard], resumed: Replica | None) -> dict[str, Any]:
-    """The tree that one worker saved, or the mean of several. For ``resumed`` it also has random states."""
-    tree: dict[str, Any] = state_of_worker(shards[0], shards[0].tree()) if resumed is not None else combined(shards)
-    if resumed is not None:
-        try:
-            check_random_states(tree.get("random"), resumed.model)
-        except ValueError as error:
-            raise CheckpointError(f"{shards[0].file} cannot be used: {error}") from error
+def _resumed(shard: Shard, replica: Replica) -> dict[str, Any]:
+    tree: dict[str, Any] = loaded(state_of_worker(shard))
+    check_random_states(tree.get("random"), replica.model, shard.file)
     return tree
 
 
