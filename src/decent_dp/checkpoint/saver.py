@@ -147,8 +147,9 @@ class Saving:
         self._written: futures.Future[None] = futures.Future()
         # The result is the error, or None.
         self._over: futures.Future[Exception | None] = futures.Future()
-        self._is_complete = False
-        self._raised = False
+        self._is_complete = self._raised = False
+        # What is late where it is given up.
+        self._late = f"{path} was refused, and the other workers do not know it yet"
 
     def __repr__(self) -> str:
         state = "in flight" if not self.done else "complete" if self.error is None else f"failed: {self.error}"
@@ -274,6 +275,8 @@ class Saver(Listener):
         finally:
             before = self._in_flight[-1] if self._in_flight else None
             saving = Saving(where, number, replica.engine.round, replica.world.control.ranks)
+            if shard is not None:
+                saving._late = f"{where / shard_name(shard.record.rank)} was not written: the disk hangs, or is slow"
             args = saving, before, refusal if shard is None else shard
             threading.Thread(target=self._run, args=args, name="decent_dp-checkpoint", daemon=True).start()
             self._in_flight.append(saving)
@@ -317,24 +320,11 @@ class Saver(Listener):
         futures.wait([saving._over for saving in in_flight if saving._written.done()], others)
         for saving in reversed(in_flight):  # each one waits for the one before
             if not saving.done:
-                self._give_up(saving, own, others)
+                late = PeerTimeoutError(f"{saving._late}, {others if saving._written.done() else own:g} s after close().")
+                _log.warning("%s", late)
+                saving._finish(None if saving._is_complete else late)
         if all(saving._written.done() for saving in self._in_flight):
             self._staging = Staging()
-
-    def _give_up(self, saving: Saving, own: float, others: float) -> None:
-        if saving._is_complete:
-            _log.warning("%s is complete; removing older checkpoints took more than %g s after close()", saving.path, others)
-            saving._finish(None)
-            return
-        what, seconds = f"{saving.path} was not complete", others
-        if not saving._written.done():
-            file = saving.path / shard_name(self._transport.rank)
-            what, seconds = f"{file} was not written: the disk hangs, or is slow", own
-        if not saving.path.is_absolute():  # a refused save has no folder
-            what = f"{saving.path} was refused, and the other workers do not know it yet"
-        error = PeerTimeoutError(f"{what}, {seconds:g} s after close().")
-        saving._finish(error)
-        _log.warning("%s", error)
 
     def _wait_for_earlier(self) -> None:
         """Raises the errors of saves that were not waited for, and waits until another save may begin."""
@@ -352,7 +342,10 @@ class Saver(Listener):
     def _run(self, saving: Saving, before: Saving | None, shard: _Shard | BaseException) -> None:
         """Writes a shard, or tells the others why this worker refuses the save."""
         try:
-            own = self._write(saving.path, shard) if isinstance(shard, _Shard) else shard
+            own: BaseException | None = shard if isinstance(shard, BaseException) else None
+            if isinstance(shard, _Shard):
+                own = self._write(saving.path, shard)
+                saving._late = f"{saving.path} was not complete"
             saving._written.set_result(None)
             if before is not None:  # `latest` names the newest at last
                 futures.wait([before._over])
@@ -419,7 +412,7 @@ class Saver(Listener):
     def _completed(self, saving: Saving, shard: _Shard) -> None:
         path, root, rank = saving.path, shard.root, shard.record.rank
         _log.info("%s is complete", path)
-        saving._is_complete = True
+        saving._is_complete, saving._late = True, f"{path} is complete; older checkpoints were still being removed"
         root.complete.add(path.name)
         # The first worker of each folder. An error makes the checkpoint no less complete, and a full disk needs the second.
         latest = partial(folder.write_latest, path.parent, path.name, rank)
