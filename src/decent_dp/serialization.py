@@ -244,11 +244,7 @@ def _has_too_many(text: str) -> bool:
 
 
 def decode(text: str, get_tensor: Callable[[str], Tensor]) -> Any:
-    """The inverse of `encode`; ``get_tensor`` returns the tensor of a key.
-
-    Raises:
-        CheckpointError: `encode` did not make this text, or a tensor is missing or does not fit.
-    """
+    """The inverse of `encode`; ``get_tensor`` returns the tensor of a key. Raises CheckpointError if the text does not fit."""
     return loaded(parse(text, get_tensor))
 
 

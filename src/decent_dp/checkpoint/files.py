@@ -118,10 +118,7 @@ class Record:
 
     @classmethod
     def from_metadata(cls, found: Mapping[str, str]) -> Record:
-        """
-        Raises:
-            ValueError, TypeError: it is not a record; says why.
-        """
+        """Raises ValueError or TypeError if it is not a record; says why."""
         if found.get("format") != FORMAT:
             raise ValueError("it is not a shard of a checkpoint")
         version = found.get("version", "")[:20]
@@ -143,13 +140,8 @@ class Record:
 def write_shard(folder: Path, record: Record, tensors: Mapping[str, Tensor], text: str) -> Path:
     """Writes a shard into a folder that exists. Durable when it returns; takes no second copy of CPU tensors.
 
-    Python's lock is released for all that takes time.
-
-    Args:
-        folder: of the checkpoint.
-        record: without ``sha256``.
-        tensors: of the tree, contiguous and not overlapping, and not changed before this returns; as `staging` has them.
-        text: the tree they belong to, as ``encode`` returned it.
+    Python's lock is released for all that takes time. ``tensors`` are those of the tree ``text``, as `Staging` copies them:
+    they are contiguous, do not overlap, and do not change before this returns.
 
     Raises:
         ValueError: there are more tensors than a `Shard` reads.
@@ -197,7 +189,6 @@ class Shard(contextlib.AbstractContextManager["Shard"]):
     """A shard that is open for reading, until its context ends. Tensors are read when they are asked for.
 
     Args:
-        file: its path.
         rank: the worker that it must be of.
         sizes: the bytes of each tensor of the model that is to be loaded: they bound what is read.
 
@@ -248,20 +239,12 @@ class Shard(contextlib.AbstractContextManager["Shard"]):
         return record
 
     def verify(self) -> None:
-        """Reads all tensors, one at a time.
-
-        Raises:
-            CheckpointError: one was changed since it was written.
-        """
+        """Reads all tensors, one at a time. Raises CheckpointError if one was changed since it was written."""
         if _digest(self._keys, self) != self.record.sha256:
             raise self._error("it was changed: the sha256 of its tensors differs")
 
     def __getitem__(self, key: str) -> Tensor:
-        """A tensor, on the CPU, in memory of its own.
-
-        Raises:
-            CheckpointError: there is none, or it cannot be read; names the file.
-        """
+        """A tensor, on the CPU, in memory of its own. Raises CheckpointError if there is none, or it cannot be read."""
         if key not in self._keys:
             raise self._error(f"it has no tensor '{key}'")
         tensor: Tensor = self._read(f"tensor '{key}' cannot be read", lambda: self._opened.get_tensor(key))
@@ -305,7 +288,6 @@ def replace_file(file: Path, write: Callable[[Path], object], by: str = "") -> N
     """Replaces a file by one rename, so that a reader sees the old or the new content. Durable when it returns.
 
     Args:
-        file: its path.
         write: writes a file to the path that it is given.
         by: a word in the temporary name, for a file that several workers write.
 
@@ -330,11 +312,7 @@ def replace_file(file: Path, write: Callable[[Path], object], by: str = "") -> N
 
 
 def read_small(file: Path) -> bytes | None:
-    """The first 4 KiB of a plain file; None if there is no file.
-
-    Raises:
-        OSError: it cannot be read, or is not a plain file.
-    """
+    """The first 4 KiB of a plain file; None if there is no file. Raises OSError if it cannot be read."""
     try:
         with _open_plain(file) as opened:
             return opened.read(_SMALL)

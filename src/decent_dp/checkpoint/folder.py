@@ -34,25 +34,6 @@ from typing import Any
 from decent_dp.checkpoint.files import OLDER, Shard, now, read_small, replace_file, shard_name, sync_folder
 from decent_dp.errors import CheckpointError
 
-__all__ = [
-    "Sight",
-    "attempt_of",
-    "choose",
-    "claim",
-    "complete",
-    "folder_of",
-    "is_step",
-    "look",
-    "make_folder",
-    "prune",
-    "ranks_in",
-    "remove",
-    "remove_shard",
-    "step_name",
-    "steps_in",
-    "write_latest",
-]
-
 _log = logging.getLogger(__name__)
 
 # The files beside the checkpoints.
@@ -71,11 +52,7 @@ _MOST_INCOMPLETE = 4096
 
 
 def folder_of(path: Any) -> Path:
-    """The user's ``path``, absolute.
-
-    Raises:
-        TypeError, ValueError: it is not a path.
-    """
+    """The user's ``path``, absolute. Raises TypeError or ValueError if it is not a path."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be the folder for checkpoints, got {path!r}")
     if not os.fspath(path):
@@ -95,11 +72,7 @@ def _order(name: str) -> tuple[int, int]:
 
 
 def make_folder(folder: Path) -> Path:
-    """Makes a folder and those above it, if another worker has not. Durable when it returns.
-
-    Raises:
-        OSError: it cannot be made, or something else has its name.
-    """
+    """Makes a folder and those above it, if another worker has not. Durable when it returns."""
     if not folder.is_dir():
         if not folder.parent.is_dir():
             make_folder(folder.parent)

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 # Seconds between two looks for a signal to this worker, or a vote of another one.
 _LOOK = 0.02
 _WHAT = "a stop round"
-_CANNOT_BE_CAUGHT = {getattr(signal, name) for name in ("SIGKILL", "SIGSTOP") if hasattr(signal, name)}
+_CANNOT_BE_CAUGHT = (signal.SIGKILL, signal.SIGSTOP)
 # They end a process that was forked in a context. Other signals to a group of processes are not meant for it.
 _ENDS_FORKED = (signal.SIGTERM, signal.SIGINT)
 

@@ -24,8 +24,9 @@ import contextlib
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -47,11 +48,7 @@ _EXACT = 1 << 53
 
 
 def sources(saved: int, rank: int, world_size: int, how: str) -> list[int]:
-    """The ranks of the workers, of ``saved`` ones, whose mean worker ``rank`` of ``world_size`` starts from.
-
-    Raises:
-        ValueError: ``how`` is unknown.
-    """
+    """The ranks of the workers, of ``saved`` ones, whose mean worker ``rank`` of ``world_size`` starts from."""
     if check_choice("resize", how, HOW) == "mean":
         return list(range(saved))
     if world_size < saved:
@@ -60,11 +57,7 @@ def sources(saved: int, rank: int, world_size: int, how: str) -> list[int]:
 
 
 def state_of_worker(shard: Shard) -> Any:
-    """The tree of a shard, with its tensors still in the file.
-
-    Raises:
-        CheckpointError: it is not the state of a worker.
-    """
+    """The tree of a shard, with its tensors still in the file. Raises CheckpointError if it is not the state of a worker."""
     tree = shard.tree()
     fits = isinstance(tree, dict) and tree.keys() <= {"snapshot", "random", "state"}
     fits = fits and all(isinstance(tree.get(key), dict) for key in ("snapshot", "state"))
@@ -111,25 +104,13 @@ def _snapshot(all_: Sequence[dict[str, Any]], shards: Sequence[Shard]) -> dict[s
     windows = [snapshot for snapshot in all_ if snapshot.get("window") == "open"] or all_
     made: dict[str, Any] = {}
     for key in _keys(all_):
-        nodes = _at(key, all_)
-        if key in ("exchange", "link"):  # of format 3
-            continue
+        nodes = _at(key, windows if key in ("window", "accumulate", "grads") else all_)
         if key == "parameters":
             made[key] = {name: _parameter(name, nodes, shards) for name in _keys(nodes)}
         elif key == "compression":
             made[key] = {}
-        elif key == "optim":
-            made[key] = _optim(nodes)
-        elif key == "extra_state":
-            made[key] = _user_state(nodes)
-        elif key in ("window", "accumulate"):
-            made[key] = _at(key, windows)[0]
-        elif key == "grads":
-            made[key] = _mean(_at(key, windows))
-        elif key in ("buffers", "rule", "round", "steps", "factor"):
-            made[key] = _mean(nodes)
-        else:
-            made[key] = _first(nodes)
+        elif key not in ("exchange", "link"):  # of format 3
+            made[key] = _MEAN_OF.get(key, _first)(nodes)
     return made
 
 
@@ -266,3 +247,12 @@ def _at(key: Any, nodes: Sequence[dict[Any, Any]]) -> list[Any]:
 def _keys(nodes: Sequence[dict[Any, Any]]) -> list[Any]:
     """The keys of all, in the order in which they first come."""
     return list(dict.fromkeys(key for node in nodes for key in node))
+
+
+# How the entries of snapshots are combined, where that is not the first one's.
+_MEAN_OF: dict[str, Callable[[Sequence[Any]], Any]] = {
+    **dict.fromkeys(("accumulate", "window"), itemgetter(0)),
+    **dict.fromkeys(("buffers", "factor", "grads", "round", "rule", "steps"), _mean),
+    "extra_state": _user_state,
+    "optim": _optim,
+}
