@@ -106,27 +106,30 @@ class _Encoder:
                 self._seen[id(value)] = self._tensor(value), value
             return self._seen[id(value)][0]
         if isinstance(value, (np.generic, np.ndarray)):
-            return self._numpy(value)
-        if isinstance(value, enum.Enum):
-            raise self._refuse(value, "save its .value")
+            is_odd = isinstance(value, np.ndarray) and kind not in (np.ndarray, np.memmap)
+            if is_odd or value.dtype.kind not in _ARRAY_KINDS or not value.dtype.itemsize:
+                raise self._refuse(value, "save plain numbers, text or arrays", what=f"{kind.__name__} of {value.dtype}")
+        if isinstance(value, np.ndarray):
+            raw = np.array(value, order="C").reshape(-1).view(np.uint8)
+            return {"!array": [self._add(torch.from_numpy(raw)), value.dtype.str, list(value.shape)]}
+        for tag, (of, written, _) in _ATOMS.items():
+            if isinstance(value, of):
+                return {tag: written(value)}
         if isinstance(value, int) and value.bit_length() > _MAX_BITS:
             raise self._refuse(value, "save it as a str", what=f"int of {value.bit_length()} bits")
         for plain in (int, float, str):
-            if isinstance(value, plain):
+            if isinstance(value, plain) and not isinstance(value, enum.Enum):
                 return plain(value)
-        if isinstance(value, bytes):
-            return {"!bytes": base64.b64encode(value).decode("ascii")}
-        if isinstance(value, pathlib.PurePath):
-            return {"!path": str(value)}
-        if isinstance(value, torch.dtype):
-            return {"!dtype": _dtype_name(value)}
-        if isinstance(value, torch.device):
-            raise self._refuse(value, "save str(device)")
         return self._container(kind, value)
 
     def _container(self, kind: type, value: Any) -> Any:
         if kind not in _CONTAINERS:
-            raise self._refuse(value, "save its state_dict() or plain values")
+            hints = {
+                enum.Enum: "save its .value",
+                torch.device: "save str(device)",
+                object: "save its state_dict() or plain values",
+            }
+            raise self._refuse(value, next(hint for of, hint in hints.items() if isinstance(value, of)))
         if len(self._path) >= _MAX_DEPTH:
             del self._path[6:]
             raise TypeError(
@@ -169,16 +172,6 @@ class _Encoder:
         key = self._add(plain.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8))
         return {"!tensor": [key, _dtype_name(plain.dtype), list(plain.shape)]}
 
-    def _numpy(self, value: np.generic | np.ndarray[Any, Any]) -> Any:
-        is_array = isinstance(value, np.ndarray)
-        if not _is_plain(value.dtype) or (is_array and type(value) not in (np.ndarray, np.memmap)):
-            what = f"{type(value).__name__} of {value.dtype}" if is_array else None
-            raise self._refuse(value, "save plain arrays of numbers or text" if is_array else "save plain values", what)
-        if not is_array:
-            return {"!scalar": [value.dtype.str, value.tobytes().hex()]}
-        raw = np.array(value, order="C").reshape(-1).view(np.uint8)
-        return {"!array": [self._add(torch.from_numpy(raw)), value.dtype.str, list(value.shape)]}
-
     def _add(self, tensor: Tensor) -> str:
         # Keys are UTF-8 in the file: a lone surrogate becomes a question mark.
         base = ".".join(map(str, self._path))[:_MAX_KEY].encode("utf-8", "replace").decode() or "value"
@@ -199,10 +192,6 @@ class _Encoder:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _is_plain(dtype: np.dtype[Any]) -> bool:
-    return dtype.kind in _ARRAY_KINDS and dtype.itemsize > 0
 
 
 # -- decode ----------------------------------------------------------------------------------------------------------------
@@ -291,8 +280,8 @@ class _Decoder:
         if len(node) > 1:
             raise ValueError(f"{tags[0]!r} has other keys beside it")
         ((tag, body),) = node.items()
-        if tag in _SCALARS:
-            return _SCALARS[tag](body)
+        if tag in _ATOMS:
+            return _ATOMS[tag][2](body)
         if tag in ("!tensor", "!sparse", "!array"):
             return Stored(tag[1:], partial(self._load, tag, body))
         return self._container(tag, body, depth)
@@ -366,7 +355,7 @@ def _numpy_dtype(body: Any) -> np.dtype[Any]:
     if not isinstance(body, str) or not re.fullmatch(rf"[<>|=]?[{_ARRAY_KINDS}][0-9]{{0,9}}(\[[0-9A-Za-z]{{1,8}}\])?", body):
         raise ValueError("a dtype was expected")
     dtype = np.dtype(body)
-    if not _is_plain(dtype):
+    if not dtype.itemsize:
         raise ValueError(f"{dtype} cannot be the dtype of a saved array")
     return dtype
 
@@ -379,9 +368,14 @@ def _numpy_scalar(body: Any) -> Any:
     return np.frombuffer(raw, dtype)[0]
 
 
-_SCALARS: dict[str, Callable[[Any], Any]] = {
-    "!bytes": lambda body: base64.b64decode(body, validate=True),
-    "!dtype": _torch_dtype,
-    "!path": pathlib.Path,
-    "!scalar": _numpy_scalar,
+# Values without members: the type, how one is written, and how it is read.
+_ATOMS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "!scalar": (np.generic, lambda value: [value.dtype.str, value.tobytes().hex()], _numpy_scalar),
+    "!bytes": (
+        bytes,
+        lambda value: base64.b64encode(value).decode("ascii"),
+        partial(base64.b64decode, validate=True),
+    ),
+    "!dtype": (torch.dtype, _dtype_name, _torch_dtype),
+    "!path": (pathlib.PurePath, str, pathlib.Path),
 }

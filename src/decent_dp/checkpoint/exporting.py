@@ -145,9 +145,6 @@ def _checked_path(given: object) -> Path:
     return path
 
 
-# -- buffers ----------------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def _put_back(model: nn.Module) -> Iterator[set[int]]:
     """Restores buffers, modes and torch's random state afterwards.
@@ -156,6 +153,8 @@ def _put_back(model: nn.Module) -> Iterator[set[int]]:
         The ids of the buffers that are restored; remove those that are to keep their new values.
     """
     modes = [(module, module.training) for module in model.modules()]
+    # update_bn puts these back itself, but not after an error.
+    momenta = [(module, module.momentum) for module in model.modules() if isinstance(module, _BatchNorm)]
     places = [(m, name, t) for m in model.modules() for name, t in m._buffers.items() if t is not None]
     values = {id(tensor): (tensor, tensor.detach().clone()) for _, _, tensor in places}
     kept = set(values)
@@ -172,6 +171,8 @@ def _put_back(model: nn.Module) -> Iterator[set[int]]:
                     tensor.copy_(value)
             for module, training in modes:
                 module.training = training
+            for norm, momentum in momenta:
+                norm.momentum = momentum
 
 
 def _run(model: nn.Module, loader: Iterable[Any]) -> int:
@@ -190,13 +191,7 @@ def _run(model: nn.Module, loader: Iterable[Any]) -> int:
             count += 1
             yield batch
 
-    # update_bn puts these back itself, but not after an error.
-    momenta = [(module, module.momentum) for module in model.modules() if isinstance(module, _BatchNorm)]
-    try:
-        update_bn(counted(), model, next(model.parameters()).device)
-    finally:
-        for module, momentum in momenta:
-            module.momentum = momentum
+    update_bn(counted(), model, next(model.parameters()).device)
     if not count:
         raise ValueError("the loader gave no batch: BatchNorm's statistics need at least one on every worker")
     return count
