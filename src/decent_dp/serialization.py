@@ -288,7 +288,9 @@ class _Decoder:
 
     def _container(self, tag: str, body: Any, depth: int) -> Any:
         if tag in ("!dict", "!counter"):
-            pairs = [(_key(key), self.value(member, depth + 1)) for key, member in _list(body)]
+            pairs = [(key, self.value(member, depth + 1)) for key, member in _list(body)]
+            if odd := [key for key, _ in pairs if type(key) not in (str, int)]:
+                raise ValueError(f"{str(odd[0])[:40]!r} cannot be a key")
             if max(Counter(hash(key) for key, _ in pairs).values(), default=0) > _ONE_HASH:
                 raise ValueError("many of its keys have one hash")
             made = _unique(pairs)
@@ -335,12 +337,6 @@ def _list(body: Any) -> list[Any]:
     if not isinstance(body, list):
         raise ValueError("a list was expected")
     return body
-
-
-def _key(key: Any) -> Any:
-    if type(key) not in (str, int):
-        raise ValueError(f"{str(key)[:40]!r} cannot be a key")
-    return key
 
 
 def _torch_dtype(body: Any) -> torch.dtype:

@@ -204,12 +204,14 @@ def _open(
 
 def _check_record(step: Path, record: Record, replica: Replica, resize: str | None) -> None:
     """Checks that the checkpoint is for this run."""
-    different = _first_difference(record.model, model_signature(replica.model))
-    if different is not None:
-        hint = ""
-        if "placed as" in different:
-            hint = " To shard it otherwise, start from the model that export() wrote."
-        raise CheckpointError(f"{step} is of another model: {different}. Build the model that was saved.{hint}")
+    pairs = zip_longest(map(_describe, record.model), map(_describe, model_signature(replica.model)), fillvalue="none")
+    for i, (theirs, ours) in enumerate(pairs):
+        if theirs != ours:
+            hint = " To shard it otherwise, start from the model that export() wrote." if "placed as" in theirs + ours else ""
+            raise CheckpointError(
+                f"{step} is of another model: tensor {i} is {theirs} there and {ours} here. Build the model that was "
+                f"saved.{hint}"
+            )
     workers, here = record.workers, replica.replicas
     if len(workers[0]) != here.shards:
         raise CheckpointError(
@@ -269,18 +271,8 @@ def _resumed(shard: Shard, replica: Replica) -> dict[str, Any]:
     return tree
 
 
-def _first_difference(saved: Sequence[Any], own: Sequence[Any]) -> str | None:
-    """The first tensor in which two models (as ``model_signature``) differ; None if there is none.
-
-    Strides are not compared: values are the same in any.
-    """
-    pairs = zip_longest(map(_describe, saved), map(_describe, own), fillvalue="none")
-    return next(
-        (f"tensor {i} is {theirs} there and {ours} here" for i, (theirs, ours) in enumerate(pairs) if theirs != ours), None
-    )
-
-
 def _describe(entry: Any) -> str:
+    """One of ``model_signature`` without its strides: values are the same in any."""
     if not isinstance(entry, (list, tuple)) or len(entry) != 6:
         return repr(entry)
     kind, name, shape, dtype, _, trained = entry
