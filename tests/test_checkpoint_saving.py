@@ -19,7 +19,7 @@ from torch import Tensor
 
 from decent_dp import gossip
 from decent_dp.checkpoint import latest, load, save, saver
-from decent_dp.checkpoint.files import Shard
+from decent_dp.checkpoint.files import Shard, shard_name
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerTimeoutError
 from decent_dp.replica.consistency import model_signature
@@ -369,6 +369,29 @@ def test_the_checkpoint_that_was_loaded_stays_until_a_newer_one_is_written(tmp_p
     assert load(model, older) == {"at": 0}
     saved = save(model, tmp_path, keep=1).path
     assert [path for path in (older, newest, saved) if path.exists()] == [saved]
+    model.close()
+
+
+def test_what_an_earlier_run_still_writes_stays_until_a_newer_one_is_complete(tmp_path, monkeypatch):
+    """It was incomplete at the load, and may be complete by now."""
+    model = alone(net())
+    path = save(model, tmp_path, {"at": 0}).path
+    left, writes = (tmp_path / path.name.replace("-0-0-", f"-0-{number}-").replace("of-1", "of-2") for number in (1, 2))
+    for step in (left, writes):
+        step.mkdir()
+        (step / shard_name(0)).touch()
+    load(model, path)
+    (writes / shard_name(1)).touch()
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saver, "write_shard", full)
+        assert save(model, tmp_path).error is not None
+    assert [step.exists() for step in (left, writes)] == [False, True]
+    saved = save(model, tmp_path, keep=1).path
+    assert list(tmp_path.glob("step-*")) == [saved]
     model.close()
 
 

@@ -144,7 +144,7 @@ def look(path: Path) -> tuple[Path, Sight]:
         sight, root = Sight(), path
         if is_step(path):
             root, sight.only = path.parent, path.name
-            sight.steps[path.name] = _look_at(path)
+            sight.steps[path.name] = look_at(path)
         # `latest` comes first: it then never names a step that is written, or removed, after the steps were listed.
         sight.latest = _exists(root / _LATEST)
         sight.hint = _hint(root)
@@ -153,7 +153,7 @@ def look(path: Path) -> tuple[Path, Sight]:
             if number >= (_MOST if done else _MOST_INCOMPLETE):
                 sight.latest = sight.latest or not done
                 break
-            n, ranks = _look_at(root / name)
+            n, ranks = look_at(root / name)
             if ranks or number < _MOST:
                 sight.steps[name] = n, ranks
                 done = done or missing_rank(name, [sight]) is None
@@ -172,7 +172,8 @@ def _advice(path: Path) -> str:
     return ""
 
 
-def _look_at(folder: Path) -> tuple[int, list[tuple[int, int]]]:
+def look_at(folder: Path) -> tuple[int, list[tuple[int, int]]]:
+    """How many workers saved a checkpoint, and the runs of ranks whose shards are there; see ``Sight.steps``."""
     ranks, match = ranks_in(folder), _NAME.fullmatch(folder.name)
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
     if match is not None:

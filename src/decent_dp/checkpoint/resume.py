@@ -86,7 +86,7 @@ def load(
     sights = [Sight(**message) for message in control.gather(asdict(own))]
     chosen = call_on_all(control, lambda: folder.choose(root, sights))
     if chosen is None:
-        saver.loaded(root, sights)
+        saver.loaded(root, own, sights)
         if missing_ok:
             return None
         raise FileNotFoundError(f"no worker sees a complete checkpoint in {path}: pass another path, or save one first.")
@@ -104,7 +104,7 @@ def load(
         raise CheckpointError(f"{step} does not fit this run: {error}") from error
     if same:
         set_random_states(tree["random"], replica.model)
-    saver.loaded(root, sights)
+    saver.loaded(root, own, sights)
     _log.info("resumed from %s, round %d", step, tree["snapshot"]["round"])
     state: dict[str, Any] = tree["state"]
     return state

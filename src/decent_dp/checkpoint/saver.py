@@ -183,7 +183,7 @@ class Saving:
         return self.path if self.done and self.error is None else None
 
     def _finish(self, error: Exception | None) -> None:
-        """The first call counts: ``Saver.close`` may have given up."""
+        """The first call counts: ``Saver.closing`` may have given up."""
         with contextlib.suppress(futures.InvalidStateError):
             self._over.set_result(error)
 
@@ -205,12 +205,14 @@ class _Root:
         complete: checkpoints that are known to be complete.
         known: the names of checkpoints that this run has made, or judged at a load. Only these are ever removed: another
             run may still write, a disk may come back, and a load looks at the newest ones only.
+        steps: of the ``Sight`` that this worker had at the load.
     """
 
     attempt: int = 0
     may_take_over: bool = False
     complete: set[str] = field(default_factory=set)
     known: set[str] = field(default_factory=set)
+    steps: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -301,13 +303,13 @@ class Saver(Listener):
         """Waits until no save is in flight."""
         futures.wait([saving._over for saving in self._in_flight])
 
-    def loaded(self, path: Path, sights: Sequence[folder.Sight]) -> None:
-        """All workers have loaded from the folder ``path``, in which they see ``sights``."""
+    def loaded(self, path: Path, own: folder.Sight, sights: Sequence[folder.Sight]) -> None:
+        """All workers have loaded from the folder ``path``, in which they see ``sights``, and this one ``own``."""
         complete = set(folder.complete(sights))
         # A checkpoint that `latest` names was complete: its missing shards may be on a disk that comes back.
         lost = {sight.hint for sight in sights} - complete
         known = {name for sight in sights for name in sight.steps} - lost
-        self._roots[os.path.realpath(path)] = _Root(folder.attempt_of(sights), True, complete, known)
+        self._roots[os.path.realpath(path)] = _Root(folder.attempt_of(sights), True, complete, known, own.steps)
 
     def closing(self, at_error: bool = False) -> None:
         """Waits for this worker's own disk up to the timeout, and then for the others up to half a minute, or the timeout if
@@ -380,7 +382,9 @@ class Saver(Listener):
             folder.claim(folder.make_folder(path.parent), run, rank, may_take_over=root.may_take_over)
             if root.may_take_over:
                 root.may_take_over = False
-                folder.remove(path.parent, root.known - root.complete - {path.name})  # killed runs have left them
+                # Killed runs have left them. One with a new shard belongs to a run that still writes into it.
+                left = root.steps.keys() & (root.known - root.complete)
+                folder.remove(path.parent, [name for name in left if folder.look_at(path.parent / name) == root.steps[name]])
             write_shard(folder.make_folder(path), shard.record, shard.staged.tensors, shard.text)
         except Exception as error:
             return error
