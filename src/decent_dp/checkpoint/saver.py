@@ -48,8 +48,8 @@ Trained: TypeAlias = DecentralizedDataParallel | Replica
 _MOST_IN_FLIGHT = 2
 # Seconds that a worker which exits waits for the others' shards.
 _AT_EXIT = 30.0
-# Seconds that it waits for its own disk, and then for the others, if an error ends it.
-_AT_ERROR = 1.0
+# Seconds that it waits for its own disk and the others, if an error ends it.
+_AT_ERROR = 2.0
 _LOCK = threading.Lock()
 
 
@@ -313,13 +313,14 @@ class Saver(Listener):
 
     def closing(self, at_error: bool = False) -> None:
         """Waits for this worker's own disk up to the timeout, and then for the others up to half a minute, or the timeout if
-        that is less. ``at_error``: for a second each, as an error ends the interpreter.
+        that is less. ``at_error``: two seconds for all of it, as an error ends the interpreter.
         """
-        timeout = self._transport.timeout
-        own, others = (_AT_ERROR, _AT_ERROR) if at_error else (timeout, min(timeout, _AT_EXIT))
+        others = min(self._transport.timeout, _AT_ERROR if at_error else _AT_EXIT)
+        own, began = others if at_error else self._transport.timeout, time.monotonic()
         in_flight = [saving for saving in self._in_flight if not saving.done]
         futures.wait([saving._written for saving in in_flight], own)
-        futures.wait([saving._over for saving in in_flight if saving._written.done()], others)
+        left = max(0.0, began + others - time.monotonic()) if at_error else others
+        futures.wait([saving._over for saving in in_flight if saving._written.done()], left)
         for saving in reversed(in_flight):  # each one waits for the one before
             if not saving.done:
                 late = PeerTimeoutError(f"{saving._late}, {others if saving._written.done() else own:g} s after close().")
