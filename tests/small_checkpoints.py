@@ -10,7 +10,7 @@ import torch
 
 from decent_dp.checkpoint import folder
 from decent_dp.checkpoint.files import Record, Shard, shard_name, write_shard
-from decent_dp.serialization import encode
+from decent_dp.serialization import encode, loaded
 
 N = 2
 WHOLE = {shard_name(rank) for rank in range(N)}
@@ -35,7 +35,7 @@ def write_tree(step: Path, rank: int, n: int, tree: Any) -> Path:
 def craft(step: Path, rank: int, change: Callable[[dict[str, Any]], Any]) -> None:
     """Puts another tree into a shard, with checksums that fit."""
     with Shard(step / shard_name(rank), rank) as shard:
-        tree, record = shard.tree(), shard.record
+        tree, record = loaded(shard.tree()), shard.record
     text, tensors = encode(change(tree))
     write_shard(step, record, {key: tensor.contiguous() for key, tensor in tensors.items()}, text)
 
@@ -59,7 +59,7 @@ def check(step: Path) -> int:
     for rank in range(N):
         with Shard(step / shard_name(rank), rank) as shard:
             shard.verify()
-            own, due, round_ = shard.tree(), tree_of(shard.record.round, rank), shard.record.round
+            own, due, round_ = loaded(shard.tree()), tree_of(shard.record.round, rank), shard.record.round
             assert torch.equal(own.pop("w"), due.pop("w"))
             assert own == due
     return round_

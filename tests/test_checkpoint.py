@@ -552,7 +552,7 @@ def test_workers_without_a_shared_disk(replicas, tmp_path):
         assert "missing" in resized[1]
         assert lost == still_lost
         assert lost[0] == "CheckpointError"
-        assert "worker 2 sees no checkpoint" in lost[1]
+        assert "worker 2 found none there" in lost[1]
     assert {str(result[2:]) for result in results} == {str(results[0][2:])}
 
 

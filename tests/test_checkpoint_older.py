@@ -12,6 +12,7 @@ import torch
 import decent_dp
 from decent_dp.checkpoint import load, read_parameters
 from decent_dp.checkpoint.files import Shard, shard_name
+from decent_dp.serialization import loaded
 from decent_dp.transport import InProcessTransport, run_replicas
 from tests.helpers import loss, net, values
 from tests.resuming import Job, assert_equal
@@ -26,7 +27,7 @@ def saved(what: str) -> list[Any]:
     for rank in range(2):
         with Shard(step / shard_name(rank), rank) as shard:
             shard.verify()
-            trees.append(shard.tree()["snapshot"])
+            trees.append(loaded(shard.tree())["snapshot"])
     return trees
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from decent_dp import gossip
 from decent_dp.checkpoint import latest, load, save, saver
-from decent_dp.checkpoint.files import Shard
+from decent_dp.checkpoint.files import Shard, shard_name
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerTimeoutError
 from decent_dp.replica.consistency import model_signature
@@ -123,7 +123,7 @@ def test_close_waits_for_the_own_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(saver, "write_shard", lambda *_: hangs.wait(50))
     model = alone(net())
     saving, began = save(model, tmp_path / "error", wait=False), time.monotonic()
-    saver.saver_of(model.replica).close(at_error=True)
+    saver.saver_of(model.replica).closing(at_error=True)
     assert time.monotonic() - began < 45
     hangs.set()
     assert isinstance(saving.error, PeerTimeoutError)
@@ -138,7 +138,7 @@ def test_close_waits_for_others_only_for_a_while(tmp_path, monkeypatch):
             transport.control.gather(None)
             return None
         saving, began = save(model, tmp_path, wait=False), time.monotonic()
-        saver.saver_of(model.replica).close()
+        saver.saver_of(model.replica).closing()
         took = time.monotonic() - began
         transport.control.gather(None)
         return took, str(saving.error)
@@ -170,7 +170,7 @@ def test_a_close_that_comes_while_old_checkpoints_are_removed_blames_no_file(tmp
     assert time.monotonic() - began < 45
     hangs.set()
     assert saving.wait() == latest(tmp_path) == saving.path
-    assert "is complete; removing older checkpoints took more than 0.3 s after close()" in caplog.text
+    assert "is complete; older checkpoints were still being removed, 0.3 s after close()" in caplog.text
     assert "was not" not in caplog.text
     hangs.set()
 
@@ -195,7 +195,7 @@ def test_an_exit_after_an_error_waits_briefly(monkeypatch, error, interactive, h
         else:
             monkeypatch.delattr(sys, name, raising=False)
     asked: list[bool] = []
-    leaving: Any = SimpleNamespace(close=lambda at_error: asked.append(at_error))
+    leaving: Any = SimpleNamespace(closing=lambda at_error: asked.append(at_error))
     saver._close_at_exit(leaving)
     assert asked == [hurry]
 
@@ -372,20 +372,26 @@ def test_the_checkpoint_that_was_loaded_stays_until_a_newer_one_is_written(tmp_p
     model.close()
 
 
-def test_a_folder_that_cannot_be_read_after_the_load_does_not_end_the_training(tmp_path, monkeypatch):
+def test_what_an_earlier_run_still_writes_stays_until_a_newer_one_is_complete(tmp_path, monkeypatch):
+    """It was incomplete at the load, and may be complete by now."""
     model = alone(net())
     path = save(model, tmp_path, {"at": 0}).path
-    left = tmp_path / path.name.replace("-0-0-", "-0-1-")
-    left.mkdir()
-    root, sight = saver.folder.look(tmp_path)
+    left, writes = (tmp_path / path.name.replace("-0-0-", f"-0-{number}-").replace("of-1", "of-2") for number in (1, 2))
+    for step in (left, writes):
+        step.mkdir()
+        (step / shard_name(0)).touch()
+    load(model, path)
+    (writes / shard_name(1)).touch()
 
-    def stale(_: Any) -> Any:
-        raise OSError(errno.ESTALE, "Stale file handle")
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(saver.folder, "ranks_in", stale)
-        saver.saver_of(model.replica).loaded(root, [sight])
-    assert save(model, tmp_path).error is None
+        patch.setattr(saver, "write_shard", full)
+        assert save(model, tmp_path).error is not None
+    assert [step.exists() for step in (left, writes)] == [False, True]
+    saved = save(model, tmp_path, keep=1).path
+    assert list(tmp_path.glob("step-*")) == [saved]
     model.close()
 
 

@@ -720,4 +720,4 @@ def test_shards_of_a_save_after_a_process_has_joined_are_named_alike(tmp_path: P
     saver = Saver(SimpleNamespace(control=control, timeout=1.0))  # type: ignore[arg-type]
     saver.agree(tmp_path)
     assert saver._roots[os.path.realpath(tmp_path)] == _Root(3)
-    saver.close()
+    saver.closing()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from decent_dp import serialization
 from decent_dp.checkpoint.files import Record, Shard, write_shard
 from decent_dp.compression import COMPRESSIONS, Compression, FlatTensor
 from decent_dp.compression.blockwise import _BLOCK_ON_CPU
@@ -326,7 +327,7 @@ def test_sparse_tensors_through_a_file(name, tmp_path):
     assert all(tensor.layout is torch.strided for tensor in tensors.values())
     file = write_shard(tmp_path, Record("any", 0, 1, 4, []), Staging().copy(tensors).tensors, text)
     with Shard(file, 0) as reader:
-        others, other = go_on(job, InProcessTransport(), 0, range(stop, 6), reader.tree())
+        others, other = go_on(job, InProcessTransport(), 0, range(stop, 6), serialization.loaded(reader.tree()))
     assert_equal(others, losses[stop:])
     assert_equal(other, end)
 

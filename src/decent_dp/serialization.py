@@ -38,12 +38,15 @@ RESERVED = ("__metadata__", "__tree__")
 
 # Levels of a tree. Each is at most three levels of JSON, which Python's reader follows by recursion.
 _MAX_DEPTH = 100
+# Characters of a tensor's key.
 _MAX_KEY = 200
 # Python converts no longer decimals (sys.set_int_max_str_digits).
 _MAX_BITS = 10_000
-# The values of a text are bounded by its marks: at most 2**24 numbers, or 2 million lists. That is about 1 GiB of objects, and
-# some seconds. A key of a dict takes as long as four numbers, and a list or a dict as long as eight.
-_MOST_VALUES, _MARKS = 2**24, {",": 1, ":": 4, "[": 8, "{": 8}
+# The values of a text, which its marks bound: at most so many numbers, or 2 million lists. That is about 1 GiB of objects, and
+# some seconds.
+_MOST_VALUES = 2**24
+# A key of a dict takes as long as four numbers, and a list or a dict as long as eight.
+_MARKS = {",": 1, ":": 4, "[": 8, "{": 8}
 # Keys of a dict with one hash: more take quadratic time. The hash of an integer is its rest modulo 2**61 - 1.
 _ONE_HASH = 32
 
@@ -58,7 +61,6 @@ _DIRECT = frozenset(
 )
 # Kinds of NumPy dtypes: bools, numbers, text, dates.
 _ARRAY_KINDS = "biufcSUmM"
-_PATHS = (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, tuple, deque, torch.Size)
 
 
@@ -103,31 +105,31 @@ class _Encoder:
             if id(value) not in self._seen:
                 self._seen[id(value)] = self._tensor(value), value
             return self._seen[id(value)][0]
-        if isinstance(value, np.generic):
-            return self._scalar(value)
+        if isinstance(value, (np.generic, np.ndarray)):
+            is_odd = isinstance(value, np.ndarray) and kind not in (np.ndarray, np.memmap)
+            if is_odd or value.dtype.kind not in _ARRAY_KINDS or not value.dtype.itemsize:
+                raise self._refuse(value, "save plain numbers, text or arrays", what=f"{kind.__name__} of {value.dtype}")
         if isinstance(value, np.ndarray):
-            return self._array(value)
-        if isinstance(value, enum.Enum):
-            raise self._refuse(value, "save its .value")
-        if isinstance(value, int):
-            if value.bit_length() > _MAX_BITS:
-                raise self._refuse(value, "save it as a str", what=f"int of {value.bit_length()} bits")
-            return int(value)
-        if isinstance(value, (float, str)):
-            return float(value) if isinstance(value, float) else str(value)
-        if isinstance(value, bytes):
-            return {"!bytes": base64.b64encode(value).decode("ascii")}
-        if kind in _PATHS:
-            return {"!path": str(value)}
-        if isinstance(value, torch.dtype):
-            return {"!dtype": _dtype_name(value)}
-        if isinstance(value, torch.device):
-            raise self._refuse(value, "save str(device)")
+            raw = np.array(value, order="C").reshape(-1).view(np.uint8)
+            return {"!array": [self._add(torch.from_numpy(raw)), value.dtype.str, list(value.shape)]}
+        for tag, (of, written, _) in _ATOMS.items():
+            if isinstance(value, of) and not isinstance(value, enum.Enum):
+                return {tag: written(value)}
+        if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+            raise self._refuse(value, "save it as a str", what=f"int of {value.bit_length()} bits")
+        for plain in (int, float, str):
+            if isinstance(value, plain) and not isinstance(value, enum.Enum):
+                return plain(value)
         return self._container(kind, value)
 
     def _container(self, kind: type, value: Any) -> Any:
         if kind not in _CONTAINERS:
-            raise self._refuse(value, "save its state_dict() or plain values")
+            hints = {
+                enum.Enum: "save its .value",
+                torch.device: "save str(device)",
+                object: "save its state_dict() or plain values",
+            }
+            raise self._refuse(value, next(hint for of, hint in hints.items() if isinstance(value, of)))
         if len(self._path) >= _MAX_DEPTH:
             del self._path[6:]
             raise TypeError(
@@ -160,34 +162,19 @@ class _Encoder:
         if what is not None or plain.is_quantized or plain.is_nested:
             raise self._refuse(tensor, "save a plain tensor", what=what or "quantized or nested tensor")
         if plain.layout is torch.sparse_coo:
-            parts = [self._dense(plain._indices(), ".indices"), self._dense(plain._values(), ".values")]
-            return {"!sparse": [*parts, list(plain.shape), plain.is_coalesced()]}
+            parts = {"indices": plain._indices(), "values": plain._values()}
+            nodes = [self._inside(step, part) for step, part in parts.items()]
+            return {"!sparse": [*nodes, list(plain.shape), plain.is_coalesced()]}
         if plain.layout is not torch.strided:
             raise self._refuse(tensor, "save it .to_dense() or as sparse COO", what=f"{plain.layout} tensor")
-        return self._dense(plain, "")
-
-    def _dense(self, tensor: Tensor, suffix: str) -> Any:
-        plain = tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
         if plain.dtype in _DIRECT:
-            return {"!tensor": self._add(plain, suffix)}
-        key = self._add(plain.contiguous().reshape(-1).view(torch.uint8), suffix)
-        return {"!tensor": [key, _dtype_name(tensor.dtype), list(tensor.shape)]}
+            return {"!tensor": self._add(plain.resolve_conj().resolve_neg())}
+        key = self._add(plain.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8))
+        return {"!tensor": [key, _dtype_name(plain.dtype), list(plain.shape)]}
 
-    def _array(self, array: np.ndarray[Any, Any]) -> Any:
-        if type(array) not in (np.ndarray, np.memmap) or not _is_plain(array.dtype):
-            raise self._refuse(array, "save plain arrays of numbers or text", what=f"{type(array).__name__} of {array.dtype}")
-        raw = np.array(array, order="C").reshape(-1).view(np.uint8)
-        return {"!array": [self._add(torch.from_numpy(raw), ""), array.dtype.str, list(array.shape)]}
-
-    def _scalar(self, value: np.generic) -> Any:
-        if not _is_plain(value.dtype):
-            raise self._refuse(value, "save plain values")
-        return {"!scalar": [value.dtype.str, value.tobytes().hex()]}
-
-    def _add(self, tensor: Tensor, suffix: str) -> str:
+    def _add(self, tensor: Tensor) -> str:
         # Keys are UTF-8 in the file: a lone surrogate becomes a question mark.
-        joined = ".".join(map(str, self._path))[:_MAX_KEY].encode("utf-8", "replace").decode()
-        base = (joined or "value") + suffix
+        base = ".".join(map(str, self._path))[:_MAX_KEY].encode("utf-8", "replace").decode() or "value"
         key, n = base, 1
         while key in self.tensors or key in RESERVED:
             n += 1
@@ -205,10 +192,6 @@ class _Encoder:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _is_plain(dtype: np.dtype[Any]) -> bool:
-    return dtype.kind in _ARRAY_KINDS and dtype.itemsize > 0
 
 
 # -- decode ----------------------------------------------------------------------------------------------------------------
@@ -250,11 +233,7 @@ def _has_too_many(text: str) -> bool:
 
 
 def decode(text: str, get_tensor: Callable[[str], Tensor]) -> Any:
-    """The inverse of `encode`; ``get_tensor`` returns the tensor of a key.
-
-    Raises:
-        CheckpointError: `encode` did not make this text, or a tensor is missing or does not fit.
-    """
+    """The inverse of `encode`; ``get_tensor`` returns the tensor of a key. Raises CheckpointError if the text does not fit."""
     return loaded(parse(text, get_tensor))
 
 
@@ -301,15 +280,17 @@ class _Decoder:
         if len(node) > 1:
             raise ValueError(f"{tags[0]!r} has other keys beside it")
         ((tag, body),) = node.items()
-        if tag in _SCALARS:
-            return _SCALARS[tag](body)
+        if tag in _ATOMS:
+            return _ATOMS[tag][2](body)
         if tag in ("!tensor", "!sparse", "!array"):
             return Stored(tag[1:], partial(self._load, tag, body))
         return self._container(tag, body, depth)
 
     def _container(self, tag: str, body: Any, depth: int) -> Any:
         if tag in ("!dict", "!counter"):
-            pairs = [(_key(key), self.value(member, depth + 1)) for key, member in _list(body)]
+            pairs = [(key, self.value(member, depth + 1)) for key, member in _list(body)]
+            if odd := [key for key, _ in pairs if type(key) not in (str, int)]:
+                raise ValueError(f"{str(odd[0])[:40]!r} cannot be a key")
             if max(Counter(hash(key) for key, _ in pairs).values(), default=0) > _ONE_HASH:
                 raise ValueError("many of its keys have one hash")
             made = _unique(pairs)
@@ -358,12 +339,6 @@ def _list(body: Any) -> list[Any]:
     return body
 
 
-def _key(key: Any) -> Any:
-    if type(key) not in (str, int):
-        raise ValueError(f"{str(key)[:40]!r} cannot be a key")
-    return key
-
-
 def _torch_dtype(body: Any) -> torch.dtype:
     dtype = getattr(torch, body, None) if isinstance(body, str) else None
     if not isinstance(dtype, torch.dtype):
@@ -376,7 +351,7 @@ def _numpy_dtype(body: Any) -> np.dtype[Any]:
     if not isinstance(body, str) or not re.fullmatch(rf"[<>|=]?[{_ARRAY_KINDS}][0-9]{{0,9}}(\[[0-9A-Za-z]{{1,8}}\])?", body):
         raise ValueError("a dtype was expected")
     dtype = np.dtype(body)
-    if not _is_plain(dtype):
+    if not dtype.itemsize:
         raise ValueError(f"{dtype} cannot be the dtype of a saved array")
     return dtype
 
@@ -389,9 +364,14 @@ def _numpy_scalar(body: Any) -> Any:
     return np.frombuffer(raw, dtype)[0]
 
 
-_SCALARS: dict[str, Callable[[Any], Any]] = {
-    "!bytes": lambda body: base64.b64decode(body, validate=True),
-    "!dtype": _torch_dtype,
-    "!path": pathlib.Path,
-    "!scalar": _numpy_scalar,
+# Values without members: the type, how one is written, and how it is read.
+_ATOMS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "!scalar": (np.generic, lambda value: [value.dtype.str, value.tobytes().hex()], _numpy_scalar),
+    "!bytes": (
+        bytes,
+        lambda value: base64.b64encode(value).decode("ascii"),
+        partial(base64.b64decode, validate=True),
+    ),
+    "!dtype": (torch.dtype, _dtype_name, _torch_dtype),
+    "!path": (pathlib.PurePath, str, pathlib.Path),
 }

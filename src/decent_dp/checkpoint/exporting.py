@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,9 +145,6 @@ def _checked_path(given: object) -> Path:
     return path
 
 
-# -- buffers ----------------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def _put_back(model: nn.Module) -> Iterator[set[int]]:
     """Restores buffers, modes and torch's random state afterwards.
@@ -156,6 +153,8 @@ def _put_back(model: nn.Module) -> Iterator[set[int]]:
         The ids of the buffers that are restored; remove those that are to keep their new values.
     """
     modes = [(module, module.training) for module in model.modules()]
+    # update_bn puts these back itself, but not after an error.
+    momenta = [(module, module.momentum) for module in model.modules() if isinstance(module, _BatchNorm)]
     places = [(m, name, t) for m in model.modules() for name, t in m._buffers.items() if t is not None]
     values = {id(tensor): (tensor, tensor.detach().clone()) for _, _, tensor in places}
     kept = set(values)
@@ -172,6 +171,8 @@ def _put_back(model: nn.Module) -> Iterator[set[int]]:
                     tensor.copy_(value)
             for module, training in modes:
                 module.training = training
+            for norm, momentum in momenta:
+                norm.momentum = momentum
 
 
 def _run(model: nn.Module, loader: Iterable[Any]) -> int:
@@ -190,13 +191,7 @@ def _run(model: nn.Module, loader: Iterable[Any]) -> int:
             count += 1
             yield batch
 
-    # update_bn puts these back itself, but not after an error.
-    momenta = [(module, module.momentum) for module in model.modules() if isinstance(module, _BatchNorm)]
-    try:
-        update_bn(counted(), model, next(model.parameters()).device)
-    finally:
-        for module, momentum in momenta:
-            module.momentum = momentum
+    update_bn(counted(), model, next(model.parameters()).device)
     if not count:
         raise ValueError("the loader gave no batch: BatchNorm's statistics need at least one on every worker")
     return count
@@ -245,12 +240,16 @@ def _write(state: dict[str, Any], path: Path) -> None:
     for key, value in state.items():
         if not isinstance(value, Tensor):
             _check_extra(key, value, path)
-    if path.suffix == _SAFETENSORS:
-        # Each key has memory of its own: a tied parameter is written under all its names, and any reader finds it.
-        plain = {key: value.contiguous().clone() for key, value in state.items()}
-        _replace(path, lambda file: save_file(plain, file, metadata={"format": "pt"}))
-    else:
-        _replace(path, lambda file: torch.save(state, file))
+    try:
+        make_folder(path.parent)
+        if path.suffix == _SAFETENSORS:
+            # Each key has memory of its own: a tied parameter is written under all its names, and any reader finds it.
+            plain = {key: value.contiguous().clone() for key, value in state.items()}
+            replace_file(path, lambda file: save_file(plain, file, metadata={"format": "pt"}))
+        else:
+            replace_file(path, lambda file: torch.save(state, file))
+    except Exception as error:  # torch and safetensors raise errors of their own for a full disk
+        raise CheckpointError(f"the model could not be written to '{path}': {type(error).__name__}: {error}") from error
 
 
 def _check_extra(key: str, value: object, path: Path) -> None:
@@ -266,11 +265,3 @@ def _check_extra(key: str, value: object, path: Path) -> None:
         except Exception as error:
             cause = f"torch.load(weights_only=True) would not open it ({type(error).__name__})"
     raise TypeError(f"the model's state has a {type(value).__name__} under '{key}', and {cause}")
-
-
-def _replace(path: Path, write: Callable[[Path], None]) -> None:
-    try:
-        make_folder(path.parent)
-        replace_file(path, write)
-    except Exception as error:  # torch and safetensors raise errors of their own for a full disk
-        raise CheckpointError(f"the model could not be written to '{path}': {type(error).__name__}: {error}") from error

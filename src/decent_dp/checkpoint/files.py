@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
 import json
 import os
@@ -18,9 +17,7 @@ import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -29,24 +26,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from decent_dp import __version__
 from decent_dp._checks import check_integer
 from decent_dp.errors import CheckpointError
-from decent_dp.serialization import RESERVED, loaded, parse, read_json
+from decent_dp.serialization import RESERVED, parse, read_json
 
-__all__ = [
-    "FORMAT",
-    "OLDER",
-    "VERSION",
-    "Record",
-    "Shard",
-    "file_identity",
-    "now",
-    "read_small",
-    "replace_file",
-    "shard_name",
-    "sync_folder",
-    "write_shard",
-]
+__all__ = ["OLDER", "Record", "Shard", "now", "read_small", "replace_file", "shard_name", "sync_folder", "write_shard"]
 
 FORMAT = "decent_dp-checkpoint"
 VERSION = 4
@@ -59,19 +44,25 @@ OLDER = (
 
 # Bounds the memory that a damaged record can make this process allocate.
 _MOST_WORKERS = 10**6
-# Tensors in a shard: so many of the user's, each of which takes about 50 µs, and so many for each of the model's, of which
-# optimizers make some ten. And bytes of the header for each: a key has at most 200 characters.
-_TENSORS, _PER_TENSOR, _HEADER = 2**16, 128, 512
-# A file of more bytes than these, and than so many times the model's, must have a quarter of them on the disk. A copy may have
-# holes for zeros.
-_SPARSE, _TIMES = 2**26, 16
-# Each tensor may be read so many times: once for its hash, and a mean reads some twice. One that occurs often in the tree is in
-# the file once, so all reads are counted together, in bytes: a read takes as long as these.
-_READS, _ONE_READ = 8, 1024
-
-_TREE = RESERVED[1]
+# Tensors in a shard beside those of the model: the user's. Each takes about 50 µs.
+_TENSORS = 2**16
+# Tensors in a shard for each of the model's, of which optimizers make some ten.
+_PER_TENSOR = 128
+# Bytes of a header for each tensor in the shard: a key has at most 200 characters.
+_HEADER = 512
+# A smaller file may have any holes.
+_SPARSE = 2**26
+# One of so many times the model's bytes, too: a copy may have holes for zeros. A larger file must have a quarter on the disk.
+_TIMES = 16
+# Times that each byte of a shard may be read: once for its hash, and a mean reads some twice. A tensor that occurs often in the
+# tree is in the file once, so all reads are counted together.
+_READS = 8
+# A read takes as long as that of so many bytes.
+_ONE_READ = 1024
 # The bytes that are read of a small file. The package's own are shorter.
 _SMALL = 4096
+
+_TREE = RESERVED[1]
 
 
 def shard_name(rank: int) -> str:
@@ -80,18 +71,6 @@ def shard_name(rank: int) -> str:
 
 def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-@functools.cache
-def _versions() -> dict[str, str]:
-    try:
-        own = metadata.version("decent-dp")
-    except metadata.PackageNotFoundError:
-        own = "not installed"
-    return {"decent_dp": own, "torch": str(torch.__version__)}
-
-
-# -- shards ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -116,7 +95,7 @@ class Record:
     model: list[Any]
     replicas: list[list[int]] | None = None
     sha256: str = ""
-    saved_with: Mapping[str, str] = field(default_factory=_versions)
+    saved_with: Mapping[str, str] = field(default_factory=lambda: {"decent_dp": __version__, "torch": str(torch.__version__)})
     saved_at: str = field(default_factory=now)
 
     def __post_init__(self) -> None:
@@ -127,14 +106,11 @@ class Record:
             raise ValueError(f"{self.world_size} workers are more than {_MOST_WORKERS}")
         if not isinstance(self.model, list) or not all(isinstance(s, str) and len(s) < 256 for s in (self.step, self.sha256)):
             raise TypeError("it has an entry of another type, or a name that is too long")
-        if self.replicas is not None and not (
-            isinstance(self.replicas, list)
-            and all(isinstance(own, list) and len(own) == len(self.replicas[0]) for own in self.replicas)
-            and all(type(rank) is int for own in self.replicas for rank in own)
-            and sum(map(len, self.replicas)) == self.world_size
-            and sorted(rank for own in self.replicas for rank in own) == list(range(self.world_size))
-        ):
-            raise ValueError(f"{self.world_size} workers cannot be the replicas {str(self.replicas)[:80]}")
+        if self.replicas is not None:
+            ranks = [rank for own in self.replicas for rank in own]
+            alike = len({len(own) for own in self.replicas}) == 1 and all(type(rank) is int for rank in ranks)
+            if not alike or sorted(ranks) != list(range(self.world_size)):
+                raise ValueError(f"{self.world_size} workers cannot be the replicas {str(self.replicas)[:80]}")
 
     def to_metadata(self) -> dict[str, str]:
         text = json.dumps(asdict(self))
@@ -142,10 +118,7 @@ class Record:
 
     @classmethod
     def from_metadata(cls, found: Mapping[str, str]) -> Record:
-        """
-        Raises:
-            ValueError, TypeError: it is not a record; says why.
-        """
+        """Raises ValueError or TypeError if it is not a record; says why."""
         if found.get("format") != FORMAT:
             raise ValueError("it is not a shard of a checkpoint")
         version = found.get("version", "")[:20]
@@ -167,13 +140,8 @@ class Record:
 def write_shard(folder: Path, record: Record, tensors: Mapping[str, Tensor], text: str) -> Path:
     """Writes a shard into a folder that exists. Durable when it returns; takes no second copy of CPU tensors.
 
-    Python's lock is released for all that takes time.
-
-    Args:
-        folder: of the checkpoint.
-        record: without ``sha256``.
-        tensors: of the tree, contiguous and not overlapping, and not changed before this returns; as `staging` has them.
-        text: the tree they belong to, as ``encode`` returned it.
+    Python's lock is released for all that takes time. ``tensors`` are those of the tree ``text``, as `Staging` copies them:
+    they are contiguous, do not overlap, and do not change before this returns.
 
     Raises:
         ValueError: there are more tensors than a `Shard` reads.
@@ -217,11 +185,10 @@ def _save(tensors: dict[str, Tensor], file: Path, own: dict[str, str]) -> None:
         raise OSError(code, os.strerror(code) if number else str(error), str(file)) from error
 
 
-class Shard:
-    """A shard that is open for reading; a context manager that closes it. Tensors are read when they are asked for.
+class Shard(contextlib.AbstractContextManager["Shard"]):
+    """A shard that is open for reading, until its context ends. Tensors are read when they are asked for.
 
     Args:
-        file: its path.
         rank: the worker that it must be of.
         sizes: the bytes of each tensor of the model that is to be loaded: they bound what is read.
 
@@ -231,99 +198,84 @@ class Shard:
 
     def __init__(self, file: Path, rank: int, sizes: Sequence[int] = ()) -> None:
         self.file = file
-        try:
-            self.identity = file_identity(file)
-            self._check_sizes(sizes)
-        except OSError as error:
-            raise _unreadable(file, error) from error
+        size: int = self._read("it cannot be looked at", lambda: self._measure(sizes))
         # Not mapped into memory: a page of a file that another process removes would end this one.
         self._opened = self._read("its header is broken, or it was cut off", lambda: safe_open(file, "pt", backend="pread"))
         try:
             self._keys = frozenset(self._opened.keys())
-            self._left = max(_READS * (self.identity[2] + _ONE_READ * len(self._keys)), _SPARSE)
+            self._left = max(_READS * (size + _ONE_READ * len(self._keys)), _SPARSE)
             self.record = self._record(rank)
         except BaseException:
-            self.close()
+            self.__exit__()
             raise
 
-    def _check_sizes(self, sizes: Sequence[int]) -> None:
-        """Before anything is read: a header takes twelve times its size in memory, and a hole in a file takes no disk."""
+    def _measure(self, sizes: Sequence[int]) -> int:
+        """Checks sizes before anything is read: a header takes twelve times its size in memory, and a hole takes no disk."""
         with _open_plain(self.file) as opened:
             header, found = int.from_bytes(opened.read(8), "little"), os.fstat(opened.fileno())
             size, on_disk = found.st_size, 512 * found.st_blocks
             # Some file systems do not tell the blocks, or not at once, and those that compress need few: they have no holes.
             is_large = size > max(_SPARSE, _TIMES * sum(sizes), 4 * on_disk)
-            sparse = is_large and os.lseek(opened.fileno(), 0, os.SEEK_HOLE) < size
+            if is_large and os.lseek(opened.fileno(), 0, os.SEEK_HOLE) < size:
+                raise self._error(f"of its {size} bytes, only {on_disk} are on the disk")
         if header > (most := max(_HEADER * _most_tensors(sizes), on_disk // 8)):
-            raise CheckpointError(f"{self.file} cannot be used: its header has {header} bytes, and may have {most} here")
-        if sparse:
-            raise CheckpointError(f"{self.file} cannot be used: of its {size} bytes, only {on_disk} are on the disk")
+            raise self._error(f"its header has {header} bytes, and may have {most} here")
+        return size
 
     def _record(self, rank: int) -> Record:
         try:
             record = Record.from_metadata(self._opened.metadata() or {})
         except (ValueError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{self.file} cannot be used: {error}") from error
+            raise self._error(error) from error
         if record.rank != rank:
-            raise CheckpointError(f"{self.file} cannot be used: it is the shard of worker {record.rank}, renamed")
+            raise self._error(f"it is the shard of worker {record.rank}, renamed")
         if _TREE not in self._keys:
-            raise CheckpointError(f"{self.file} cannot be used: it has no tree")
+            raise self._error("it has no tree")
         if len(self._keys) > _most_tensors(record.model):
-            raise CheckpointError(f"{self.file} cannot be used: it has {len(self._keys)} tensors, too many for its model")
+            raise self._error(f"it has {len(self._keys)} tensors, too many for its model")
         return record
 
     def verify(self) -> None:
-        """Reads all tensors, one at a time.
-
-        Raises:
-            CheckpointError: one was changed since it was written.
-        """
+        """Reads all tensors, one at a time. Raises CheckpointError if one was changed since it was written."""
         if _digest(self._keys, self) != self.record.sha256:
-            raise CheckpointError(f"{self.file} cannot be used: it was changed: the sha256 of its tensors differs")
+            raise self._error("it was changed: the sha256 of its tensors differs")
 
     def __getitem__(self, key: str) -> Tensor:
-        """A tensor, on the CPU, in memory of its own.
-
-        Raises:
-            CheckpointError: there is none, or it cannot be read; names the file.
-        """
+        """A tensor, on the CPU, in memory of its own. Raises CheckpointError if there is none, or it cannot be read."""
         if key not in self._keys:
-            raise CheckpointError(f"{self.file} cannot be used: it has no tensor '{key}'")
+            raise self._error(f"it has no tensor '{key}'")
         tensor: Tensor = self._read(f"tensor '{key}' cannot be read", lambda: self._opened.get_tensor(key))
         self._left -= tensor.nbytes + _ONE_READ
         if self._left < 0:
-            raise CheckpointError(f"{self.file} cannot be used: its tree has the same tensors too often")
+            raise self._error("its tree has the same tensors too often")
         return tensor
 
     def tree(self) -> Any:
-        """Returns the saved tree with all tensors.
+        """Returns the saved tree, with a `Stored` in place of each tensor and array, for `loaded`.
 
         Raises:
-            CheckpointError: the tree is malformed, or its tensors do not fit it; names the file.
+            CheckpointError: the tree is malformed; when it is loaded: its tensors do not fit it. Names the file.
         """
-        return loaded(self.outline())
-
-    def outline(self) -> Any:
-        """As `tree`, with a `Stored` in place of each tensor and array."""
         text = self[_TREE].numpy().tobytes().decode("ascii", "replace")
         return parse(text, self.__getitem__, f"{self.file} cannot be used: ")
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._opened.__exit__(None, None, None)
-
-    def __enter__(self) -> Shard:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close()
 
     def _read(self, what: str, read: Callable[[], Any]) -> Any:
         try:
             return read()
+        except CheckpointError:
+            raise
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CheckpointError(f"{self.file} is missing") from error
         except OSError as error:
-            raise _unreadable(self.file, error) from error
+            raise self._error(error.strerror or error) from error
         except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
-            raise CheckpointError(f"{self.file} cannot be used: {what} ({error})") from error
+            raise self._error(f"{what} ({error})") from error
+
+    def _error(self, why: object) -> CheckpointError:
+        return CheckpointError(f"{self.file} cannot be used: {why}")
 
 
 # -- plain files -----------------------------------------------------------------------------------------------------------
@@ -333,7 +285,6 @@ def replace_file(file: Path, write: Callable[[Path], object], by: str = "") -> N
     """Replaces a file by one rename, so that a reader sees the old or the new content. Durable when it returns.
 
     Args:
-        file: its path.
         write: writes a file to the path that it is given.
         by: a word in the temporary name, for a file that several workers write.
 
@@ -358,13 +309,8 @@ def replace_file(file: Path, write: Callable[[Path], object], by: str = "") -> N
 
 
 def read_small(file: Path) -> bytes | None:
-    """The first 4 KiB of a plain file; None if there is no file.
-
-    Raises:
-        OSError: it cannot be read, or is not a plain file.
-    """
+    """The first 4 KiB of a plain file; None if there is no file. Raises OSError if it cannot be read."""
     try:
-        file_identity(file)
         with _open_plain(file) as opened:
             return opened.read(_SMALL)
     except FileNotFoundError:
@@ -372,20 +318,10 @@ def read_small(file: Path) -> bytes | None:
 
 
 def _open_plain(file: Path) -> BinaryIO:
-    """Neither follows a link nor waits for a pipe."""
-    return open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
-
-
-def file_identity(file: Path) -> list[int]:
-    """Numbers that are equal for two workers if they see the same file, also over a network.
-
-    Raises:
-        OSError: there is none, or it is not a plain file: a link, or a pipe that would block.
-    """
-    found = os.lstat(file)
-    if not stat.S_ISREG(found.st_mode):
+    """Opens a file for reading. Raises OSError if it is not a plain file: a link, or a pipe that would block."""
+    if not stat.S_ISREG(os.lstat(file).st_mode):
         raise OSError(errno.EINVAL, "it is not a plain file", str(file))
-    return [found.st_ino, found.st_ctime_ns, found.st_size]
+    return open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")  # another one may have its name by now
 
 
 def sync_folder(folder: Path) -> None:
@@ -403,9 +339,3 @@ def _sync(file: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
-
-
-def _unreadable(file: Path, error: OSError) -> CheckpointError:
-    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-        return CheckpointError(f"{file} is missing")
-    return CheckpointError(f"{file} cannot be used: {error.strerror or error}")

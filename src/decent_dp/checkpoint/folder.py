@@ -25,7 +25,7 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -34,48 +34,25 @@ from typing import Any
 from decent_dp.checkpoint.files import OLDER, Shard, now, read_small, replace_file, shard_name, sync_folder
 from decent_dp.errors import CheckpointError
 
-__all__ = [
-    "LATEST",
-    "RUN",
-    "Sight",
-    "attempt_of",
-    "choose",
-    "claim",
-    "complete",
-    "folder_of",
-    "incomplete",
-    "is_step",
-    "look",
-    "make_folder",
-    "prune",
-    "ranks_in",
-    "remove",
-    "remove_shard",
-    "step_name",
-    "steps_in",
-    "write_latest",
-]
-
 _log = logging.getLogger(__name__)
 
-LATEST, RUN = "latest", "run"
+# The files beside the checkpoints.
+_LATEST, _RUN = "latest", "run"
 _NAME = re.compile(r"step-[0-9]{8,18}-([0-9]{1,9})-([0-9]{1,9})-[0-9a-f]{6}-of-([1-9][0-9]{0,5})")
 # Before format 3 the number of workers was not in the name.
 _OLD_NAME = re.compile(r"step-[0-9]{8,18}(-[0-9]{1,9}-[0-9]{1,9}-[0-9a-f]{6})?")
 _SHARD = re.compile(r"worker-([0-9]{4,9})\.safetensors")
 # The files that a save makes in a checkpoint's folder, safetensors' temporary files, and those that NFS keeps while in use.
 _OURS = re.compile(rf"{_SHARD.pattern}(\.tmp)?|\.tmp\w+|\.nfs\w+")
-# So many of the newest checkpoints are looked at, and more only until one is complete: a folder may have a million names in it,
-# and on a network each takes a millisecond. Where disks are not shared, none is complete on its own.
-_MOST, _MOST_INCOMPLETE = 64, 4096
+# So many of the newest checkpoints are looked at: a folder may have a million names in it, and on a network each takes a
+# millisecond.
+_MOST = 64
+# So many if none of those is complete, as where disks are not shared.
+_MOST_INCOMPLETE = 4096
 
 
 def folder_of(path: Any) -> Path:
-    """The user's ``path``, absolute.
-
-    Raises:
-        TypeError, ValueError: it is not a path.
-    """
+    """The user's ``path``, absolute. Raises TypeError or ValueError if it is not a path."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be the folder for checkpoints, got {path!r}")
     if not os.fspath(path):
@@ -95,11 +72,7 @@ def _order(name: str) -> tuple[int, int]:
 
 
 def make_folder(folder: Path) -> Path:
-    """Makes a folder and those above it, if another worker has not. Durable when it returns.
-
-    Raises:
-        OSError: it cannot be made, or something else has its name.
-    """
+    """Makes a folder and those above it, if another worker has not. Durable when it returns."""
     if not folder.is_dir():
         if not folder.parent.is_dir():
             make_folder(folder.parent)
@@ -121,33 +94,22 @@ def steps_in(root: Path) -> list[str]:
 
 
 def _folders(root: Path, pattern: re.Pattern[str]) -> list[str]:
-    with _scan(root) as entries:
-        return [entry.name for entry in entries if pattern.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)]
+    return [entry.name for entry in _scan(root) if pattern.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)]
 
 
 def ranks_in(folder: Path) -> list[int]:
     """The ranks whose shards are in a checkpoint's folder, sorted; of a folder that is gone none."""
-    with _scan(folder) as entries:
-        return sorted(int(match[1]) for entry in entries if (match := _SHARD.fullmatch(entry.name)))
+    return sorted(int(match[1]) for entry in _scan(folder) if (match := _SHARD.fullmatch(entry.name)))
 
 
 def is_step(path: Path) -> bool:
     """Whether a folder is one checkpoint, complete or not, rather than a folder of checkpoints."""
-    if _NAME.fullmatch(path.name):
-        return path.is_dir()
-    with _scan(path) as entries:
-        return any(_SHARD.fullmatch(entry.name) for entry in entries)
+    return path.is_dir() if _NAME.fullmatch(path.name) else any(_SHARD.fullmatch(entry.name) for entry in _scan(path))
 
 
-@contextlib.contextmanager
-def _scan(folder: Path) -> Iterator[Iterable[os.DirEntry[str]]]:
-    try:
-        entries = os.scandir(folder)
-    except FileNotFoundError:
-        yield ()
-        return
-    with entries:
-        yield entries
+def _scan(folder: Path) -> Iterator[os.DirEntry[str]]:
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        yield from entries
 
 
 @dataclass
@@ -182,16 +144,16 @@ def look(path: Path) -> tuple[Path, Sight]:
         sight, root = Sight(), path
         if is_step(path):
             root, sight.only = path.parent, path.name
-            sight.steps[path.name] = _look_at(path)
+            sight.steps[path.name] = look_at(path)
         # `latest` comes first: it then never names a step that is written, or removed, after the steps were listed.
-        sight.latest = _exists(root / LATEST)
+        sight.latest = _exists(root / _LATEST)
         sight.hint = _hint(root)
         done = False
         for number, name in enumerate(steps_in(root)):
             if number >= (_MOST if done else _MOST_INCOMPLETE):
                 sight.latest = sight.latest or not done
                 break
-            n, ranks = _look_at(root / name)
+            n, ranks = look_at(root / name)
             if ranks or number < _MOST:
                 sight.steps[name] = n, ranks
                 done = done or missing_rank(name, [sight]) is None
@@ -210,7 +172,8 @@ def _advice(path: Path) -> str:
     return ""
 
 
-def _look_at(folder: Path) -> tuple[int, list[tuple[int, int]]]:
+def look_at(folder: Path) -> tuple[int, list[tuple[int, int]]]:
+    """How many workers saved a checkpoint, and the runs of ranks whose shards are there; see ``Sight.steps``."""
     ranks, match = ranks_in(folder), _NAME.fullmatch(folder.name)
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
     if match is not None:
@@ -225,7 +188,7 @@ def _look_at(folder: Path) -> tuple[int, list[tuple[int, int]]]:
 def _hint(root: Path) -> str | None:
     """The name in ``latest``; None if the file is missing or broken, which does not matter, as the shards decide."""
     with contextlib.suppress(OSError):
-        text = (read_small(root / LATEST) or b"").decode("ascii", "replace").strip()
+        text = (read_small(root / _LATEST) or b"").decode("ascii", "replace").strip()
         return text if _NAME.fullmatch(text) else None
     return None
 
@@ -245,10 +208,6 @@ def _exists(path: Path) -> bool:
 def complete(sights: Sequence[Sight]) -> list[str]:
     """The names of the checkpoints that are complete, newest first, by what all workers see."""
     return [name for name in _names(sights) if missing_rank(name, sights) is None]
-
-
-def incomplete(sights: Sequence[Sight]) -> list[str]:
-    return [name for name in _names(sights) if missing_rank(name, sights) is not None]
 
 
 def attempt_of(sights: Sequence[Sight]) -> int:
@@ -275,54 +234,37 @@ def choose(root: Path, sights: Sequence[Sight]) -> tuple[str, int] | None:
     """
     asked = {sight.only for sight in sights} - {None}
     names = [name for name in _names(sights) if not asked or name in asked]
-    skipped: list[str] = []
-    unseen = False
+    passed: list[str] = []
+    chosen, was_there = None, any(sight.latest for sight in sights)
     for name in names:
         missing = missing_rank(name, sights)
         blind = [rank for rank, sight in enumerate(sights) if name not in sight.steps or not sight.steps[name][1]]
         if missing is not None:
-            what = f"{root / name} is incomplete: {shard_name(missing)} is missing"
+            passed.append(f"{root / name} is incomplete: {shard_name(missing)} is missing")
             # A checkpoint that `latest` names was complete. If a worker has lost its folder, an older one may do.
-            lost = any(sight.hint == name for sight in sights) and all(name in sight.steps for sight in sights)
-            if asked or lost:
-                raise CheckpointError(f"{what}. Another checkpoint can be loaded by its path.")
-        elif not blind:
-            _warn(skipped)
-            return name, next(sight.steps[name][0] for sight in sights)
-        elif asked or all(not sights[rank].steps for rank in blind):
-            raise CheckpointError(
-                f"{_workers(blind)} no checkpoint in {root}, and the others see {name}: no worker starts from scratch "
-                "while others resume. Give all workers their files, or the same path; or, for a fresh start, another one."
-            )
+            is_last = any(sight.hint == name for sight in sights) and all(name in sight.steps for sight in sights)
+        elif blind:
+            passed.append(f"{root / name} is not seen by {_workers(blind)}")
+            is_last, was_there = all(not sights[rank].steps for rank in blind), True
         else:
-            what, unseen = f"{root / name} is not seen by all workers", True
-        skipped.append(what)
-    _warn(skipped)
-    if not unseen and not any(sight.latest for sight in sights):
-        return None
-    raise CheckpointError(_no_checkpoint(root, sights, skipped))
-
-
-def _warn(skipped: Sequence[str]) -> None:
-    if skipped:
-        _log.warning("%s", _some(skipped))
-
-
-def _some(skipped: Sequence[str]) -> str:
-    return "; ".join([*skipped[:3], *([f"and {len(skipped) - 3} more"] if len(skipped) > 3 else [])])
-
-
-def _no_checkpoint(root: Path, sights: Sequence[Sight], skipped: Sequence[str]) -> str:
-    """Why no checkpoint can be loaded from a folder in which one was complete."""
-    advice = f"Give all workers their files; or, for a fresh start, another path than {root}."
-    blind = [rank for rank, sight in enumerate(sights) if not sight.steps]
-    if skipped:
-        some = f"; {_workers(blind)} no checkpoint there" if blind else ""
-        return f"no checkpoint in {root} can be loaded, and no worker starts from scratch: {_some(skipped)}{some}. {advice}"
-    hinted = next(sight.hint or "a checkpoint" for sight in sights if sight.latest)
-    return (
-        f"{root} has a file '{LATEST}', which names {hinted}, and no checkpoint: they were removed, or are on another disk. No "
-        f"worker starts from scratch. {advice}"
+            chosen = name, sights[0].steps[name][0]
+            break
+        if asked or is_last:
+            was_there = True
+            break
+    why = [*passed[:3], f"and {len(passed) - 3} more"] if len(passed) > 3 else passed
+    if chosen is not None or not was_there:
+        if passed:
+            _log.warning("%s", "; ".join(why))
+        return chosen
+    if empty := [rank for rank, sight in enumerate(sights) if not sight.steps]:
+        why.append(f"{_workers(empty)} found none there")
+    if not names:
+        named = next((sight.hint for sight in sights if sight.hint), "one")
+        why.append(f"the file '{_LATEST}' names {named}, which was removed, or is on another disk")
+    raise CheckpointError(
+        f"no checkpoint in {root} can be loaded, and no worker starts from scratch while others resume: {'; '.join(why)}. "
+        "Give all workers their files, or the path of another checkpoint; or, for a fresh start, another folder."
     )
 
 
@@ -331,7 +273,7 @@ def _names(sights: Sequence[Sight]) -> list[str]:
 
 
 def _workers(ranks: Sequence[int]) -> str:
-    return f"worker {ranks[0]} sees" if len(ranks) == 1 else f"workers {', '.join(str(rank) for rank in ranks)} see"
+    return f"worker{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 # -- the run that saves here --------------------------------------------------------------------------------------------
@@ -346,11 +288,11 @@ def claim(root: Path, run_id: str, rank: int, *, may_take_over: bool) -> None:
     """
     own = hashlib.sha256(run_id.encode()).hexdigest()[:12]
     others = steps_in(root)  # before the file is read: a worker of this run writes it before its first shard
-    content = read_small(root / RUN)
-    found: Mapping[str, Any] = {}
+    content = read_small(root / _RUN)
+    found: Any = {}
     with contextlib.suppress(ValueError, RecursionError):
-        parsed = json.loads(content or b"{}")
-        found = parsed if isinstance(parsed, dict) else {}
+        found = json.loads(content or b"{}")
+    found = found if isinstance(found, dict) else {}
     if found.get("run") == own:
         return
     if not may_take_over and others:
@@ -362,7 +304,7 @@ def claim(root: Path, run_id: str, rank: int, *, may_take_over: bool) -> None:
             "from the folder since, and continues it.)"
         )
     text = json.dumps({"run": own, "since": now(), "host": socket.gethostname()})
-    replace_file(root / RUN, lambda file: file.write_text(text), f"-{rank}")
+    replace_file(root / _RUN, lambda file: file.write_text(text), f"-{rank}")
 
 
 # -- which are removed -----------------------------------------------------------------------------------------------------
@@ -370,10 +312,8 @@ def claim(root: Path, run_id: str, rank: int, *, may_take_over: bool) -> None:
 
 def write_latest(root: Path, name: str, rank: int) -> None:
     """Writes ``name`` into ``latest``, unless a newer one is there: another worker may have removed this one by then."""
-    named = _hint(root)
-    if named is not None and _order(named) >= _order(name):
-        return
-    replace_file(root / LATEST, lambda file: file.write_text(f"{name}\n"), f"-{rank}")
+    if _order(_hint(root) or "") < _order(name):
+        replace_file(root / _LATEST, lambda file: file.write_text(f"{name}\n"), f"-{rank}")
 
 
 def prune(root: Path, newest: str, complete: Collection[str], keep: int, known: Collection[str]) -> None:
@@ -408,9 +348,8 @@ def remove_shard(folder: Path, rank: int) -> None:
 
 
 def _remove(folder: Path) -> None:
+    ours = [entry.path for entry in _scan(folder) if _OURS.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False)]
     removed = False
-    with _scan(folder) as entries:
-        ours = [entry.path for entry in entries if _OURS.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False)]
     for file in ours:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(file)

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 # Seconds between two looks for a signal to this worker, or a vote of another one.
 _LOOK = 0.02
 _WHAT = "a stop round"
-_CANNOT_BE_CAUGHT = {getattr(signal, name) for name in ("SIGKILL", "SIGSTOP") if hasattr(signal, name)}
+_CANNOT_BE_CAUGHT = (signal.SIGKILL, signal.SIGSTOP)
 # They end a process that was forked in a context. Other signals to a group of processes are not meant for it.
 _ENDS_FORKED = (signal.SIGTERM, signal.SIGINT)
 
@@ -150,7 +150,6 @@ class Preemption:
                 raise ValueError(f"{number.name} cannot be caught: take signals that can, such as SIGTERM or SIGUSR1.")
         self._grace = check_number("grace", grace, "a positive number of seconds", above=0.0)
         self._request = _REQUESTS.setdefault(self._replica, _StopRequest())
-        self._handler = _SignalHandler(self._request)
         self._vote: _StopVote | None = None
         self._was_due = False
 
@@ -182,11 +181,10 @@ class Preemption:
                 "for a worker that only follows the others."
             )
         self._request.contexts += 1
-        self._vote = _StopVote(replica, self._request, self._grace)
         self._handler = _SignalHandler(self._request)
         self._handler.install(self._signals)
+        self._vote = _StopVote(replica, self._request, self._grace)
         replica.listeners.append(self._vote)
-        self._vote.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -217,8 +215,6 @@ class _StopVote(Listener):
         self._is_known = self._was_read = False
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._run, name="decent_dp-preemption", daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     @property
@@ -267,16 +263,16 @@ class _StopVote(Listener):
         self._cast(asks=False)
 
     def _run(self) -> None:
+        failure: Exception | None = None
         try:
             while not (self._request.pending or self._transport.is_asked(self._name)):
                 if self._left.wait(_LOOK):
                     return
         except Exception as error:  # which nobody expects
-            self._cast(asks=True, failure=error)
-            return
+            failure = error
         if self._request.pending:
             _log.warning("worker %d was asked to stop: all workers stop after the same round", self._transport.rank)
-        self._cast(asks=True)
+        self._cast(asks=True, failure=failure)
 
     def _cast(self, *, asks: bool, failure: Exception | None = None) -> None:
         with self._lock:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+
+from decent_dp.errors import CheckpointError
 
 __all__ = ["check_random_states", "random_states", "set_random_states"]
 
@@ -32,11 +35,11 @@ def random_states(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def check_random_states(states: Any, model: nn.Module) -> None:
+def check_random_states(states: Any, model: nn.Module, file: Path) -> None:
     """Tries ``set_random_states``, and leaves the generators as they are.
 
     Raises:
-        ValueError: it would fail, or the next draw would.
+        CheckpointError: it would fail, or the next draw would; names the file.
     """
     with _LOCK:
         own = random_states(model)
@@ -44,9 +47,9 @@ def check_random_states(states: Any, model: nn.Module) -> None:
             set_random_states(states, model)
             _check_positions(states)
         except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
-            raise ValueError(
-                f"its random states do not fit the generators here ({type(error).__name__}: {error}): use the kinds of "
-                "generators that it was saved with"
+            raise CheckpointError(
+                f"{file} cannot be used: its random states do not fit the generators here ({type(error).__name__}: {error}): "
+                "use the kinds of generators that it was saved with"
             ) from error
         finally:
             set_random_states(own, model)

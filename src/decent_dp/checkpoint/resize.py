@@ -22,9 +22,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -46,11 +48,7 @@ _EXACT = 1 << 53
 
 
 def sources(saved: int, rank: int, world_size: int, how: str) -> list[int]:
-    """The ranks of the workers, of ``saved`` ones, whose mean worker ``rank`` of ``world_size`` starts from.
-
-    Raises:
-        ValueError: ``how`` is unknown.
-    """
+    """The ranks of the workers, of ``saved`` ones, whose mean worker ``rank`` of ``world_size`` starts from."""
     if check_choice("resize", how, HOW) == "mean":
         return list(range(saved))
     if world_size < saved:
@@ -58,12 +56,9 @@ def sources(saved: int, rank: int, world_size: int, how: str) -> list[int]:
     return [rank * saved // world_size]
 
 
-def state_of_worker(shard: Shard, tree: Any) -> Any:
-    """Returns ``tree``, which is that of ``shard``.
-
-    Raises:
-        CheckpointError: it is not the state of a worker.
-    """
+def state_of_worker(shard: Shard) -> Any:
+    """The tree of a shard, with its tensors still in the file. Raises CheckpointError if it is not the state of a worker."""
+    tree = shard.tree()
     fits = isinstance(tree, dict) and tree.keys() <= {"snapshot", "random", "state"}
     fits = fits and all(isinstance(tree.get(key), dict) for key in ("snapshot", "state"))
     parts = ("parameters", "buffers", "optim", "grads")
@@ -80,7 +75,7 @@ def combined(shards: Sequence[Shard]) -> dict[str, Any]:
     Raises:
         CheckpointError: a file cannot be read, or the workers' parameters do not fit each other; names it.
     """
-    trees = [state_of_worker(shard, shard.outline()) for shard in shards]
+    trees = list(map(state_of_worker, shards))
     with _naming(shards):
         means = _snapshot(_at("snapshot", trees), shards)
         return {"snapshot": means, "random": None, "state": _user_state(_at("state", trees))}
@@ -88,7 +83,7 @@ def combined(shards: Sequence[Shard]) -> dict[str, Any]:
 
 def mean_tensors(shards: Sequence[Shard], keys: Sequence[str]) -> dict[str, Tensor]:
     """The means of the tensors in the snapshots under ``keys``, by name. Raises as `combined`."""
-    trees = [state_of_worker(shard, shard.outline()) for shard in shards]
+    trees = list(map(state_of_worker, shards))
     with _naming(shards):
         means = _snapshot([{key: tree["snapshot"][key] for key in keys} for tree in trees], shards)
     return {name: tensor for key in keys for name, tensor in means[key].items()}
@@ -109,25 +104,13 @@ def _snapshot(all_: Sequence[dict[str, Any]], shards: Sequence[Shard]) -> dict[s
     windows = [snapshot for snapshot in all_ if snapshot.get("window") == "open"] or all_
     made: dict[str, Any] = {}
     for key in _keys(all_):
-        nodes = _at(key, all_)
-        if key in ("exchange", "link"):  # of format 3
-            continue
+        nodes = _at(key, windows if key in ("window", "accumulate", "grads") else all_)
         if key == "parameters":
             made[key] = {name: _parameter(name, nodes, shards) for name in _keys(nodes)}
         elif key == "compression":
             made[key] = {}
-        elif key == "optim":
-            made[key] = _optim(nodes)
-        elif key == "extra_state":
-            made[key] = _user_state(nodes)
-        elif key in ("window", "accumulate"):
-            made[key] = _at(key, windows)[0]
-        elif key == "grads":
-            made[key] = _mean(_at(key, windows))
-        elif key in ("buffers", "rule", "round", "steps", "factor"):
-            made[key] = _mean(nodes)
-        else:
-            made[key] = _first(nodes)
+        elif key not in ("exchange", "link"):  # of format 3
+            made[key] = _MEAN_OF.get(key, _first)(nodes)
     return made
 
 
@@ -191,26 +174,22 @@ def _tensor(
     # A sparse one becomes dense if another one is, in the same shape: its own may be of any size.
     shape = next(node.load().shape for node in nodes if node.kind != "sparse") if len(kinds) > 1 else None
     first = _read(nodes[0], shape)
-    if not isinstance(first, Tensor):
-        return first
-    averaged = _has_mean(first, integers) and not _too_large(first, len(nodes))
-    if not averaged and not parameter:
-        return nodes[0].load()
-    total, equal, exact = None, True, True
-    wide = torch.complex128 if first.is_complex() else torch.float64
-    for number, node in enumerate(nodes[1:], 1):
-        other = _read(node, shape)
-        if not isinstance(other, Tensor) or (other.shape, other.dtype) != (first.shape, first.dtype):
+    wide = torch.complex128 if isinstance(first, Tensor) and first.is_complex() else torch.float64
+    averaged, equal, total = isinstance(first, Tensor) and _has_mean(first, integers), True, None
+    for number, node in enumerate(nodes):
+        if not averaged and not parameter:
+            return nodes[0].load()
+        value = first if node is nodes[0] else _read(node, shape)
+        if not isinstance(value, Tensor) or (value.shape, value.dtype) != (first.shape, first.dtype):
             if parameter:
                 what = f"parameter '{parameter}' has another shape or dtype"
                 raise CheckpointError(f"{shards[number].file} does not fit {shards[0].file}: {what}")
             return nodes[0].load()
-        equal = equal and _same_bits(first, other)
+        equal = equal and _same_bits(first, value)
+        averaged = averaged and not _too_large(value, len(nodes))
         if averaged:
-            total = first.to(wide, copy=True) if total is None else total
-            total += other.to(wide)
-            exact = exact and not _too_large(other, len(nodes))
-    return first if total is None or equal or not exact else _as(first, total / len(nodes), counts)
+            total = value.to(wide, copy=True) if total is None else total.add_(value.to(wide))
+    return first if equal or not averaged or total is None else _as(first, total / len(nodes), counts)
 
 
 def _read(node: Stored, shape: Sequence[int] | None) -> Any:
@@ -252,10 +231,8 @@ def _number(values: Sequence[float], name: str | None) -> float:
         return values[0]
     if all(isinstance(value, int) for value in values):
         return round(Fraction(sum(values)) / len(values))
-    if not all(map(math.isfinite, values)):
-        return sum(values) / len(values)
-    mean = float(sum(map(Fraction, values)) / len(values))
-    return float(round(mean)) if name in _COUNTERS else mean
+    average = statistics.mean(values)
+    return float(round(average)) if name in _COUNTERS and math.isfinite(average) else average
 
 
 def _first(nodes: Sequence[Any]) -> Any:
@@ -270,3 +247,12 @@ def _at(key: Any, nodes: Sequence[dict[Any, Any]]) -> list[Any]:
 def _keys(nodes: Sequence[dict[Any, Any]]) -> list[Any]:
     """The keys of all, in the order in which they first come."""
     return list(dict.fromkeys(key for node in nodes for key in node))
+
+
+# How the entries of snapshots are combined, where that is not the first one's.
+_MEAN_OF: dict[str, Callable[[Sequence[Any]], Any]] = {
+    **dict.fromkeys(("accumulate", "window"), itemgetter(0)),
+    **dict.fromkeys(("buffers", "factor", "grads", "round", "rule", "steps"), _mean),
+    "extra_state": _user_state,
+    "optim": _optim,
+}

@@ -21,7 +21,6 @@ from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
 
 from decent_dp._checks import check_bool, check_integer
 from decent_dp.checkpoint import folder
@@ -47,9 +46,10 @@ Trained: TypeAlias = DecentralizedDataParallel | Replica
 
 # Saves of one replica in flight. Without a limit a worker whose peers are slow would fill its disk with incomplete checkpoints.
 _MOST_IN_FLIGHT = 2
-# Seconds that a worker which exits waits for the others' shards; if an error ends it, for everything.
-_AT_EXIT, _AT_ERROR = 30.0, 2.0
-_SAVERS: WeakKeyDictionary[Replica, Saver] = WeakKeyDictionary()
+# Seconds that a worker which exits waits for the others' shards.
+_AT_EXIT = 30.0
+# Seconds that it waits for its own disk and the others, if an error ends it.
+_AT_ERROR = 2.0
 _LOCK = threading.Lock()
 
 
@@ -112,7 +112,6 @@ def save(
     """
     replica = replica_of(model, "save")
     if replica.tolerates_faults:
-        replica.refuse_before_member("save")
         replica.begin_collective("save")  # all continue in one round
         saver_of(replica).agree(path)
     saving = saver_of(replica).save(replica, path, {} if state is None else state, keep, wait)
@@ -124,9 +123,9 @@ def save(
 def saver_of(replica: Replica) -> Saver:
     """The one saver of this replica."""
     with _LOCK:
-        saver = _SAVERS.get(replica)
+        saver = next((listener for listener in replica.listeners if isinstance(listener, Saver)), None)
         if saver is None:
-            saver = _SAVERS[replica] = Saver(replica.world)
+            saver = Saver(replica.world)
             replica.listeners.append(saver)
             # Before the replica's own, which closes the connections.
             Finalize(replica, _close_at_exit, args=(saver,), exitpriority=110)
@@ -140,14 +139,17 @@ class Saving:
         path: the folder of the checkpoint.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, number: int, round_: int, workers: Sequence[int]) -> None:
         self.path = path
+        # Of this save of its replica, from 0; of the replica; the ranks of those that write its shards.
+        self._number, self._round, self._workers = number, round_, workers
         # Done when this worker's shard is written, or could not be.
         self._written: futures.Future[None] = futures.Future()
         # The result is the error, or None.
         self._over: futures.Future[Exception | None] = futures.Future()
-        self._is_complete = False
-        self._raised = False
+        self._is_complete = self._raised = False
+        # What is late where it is given up.
+        self._late = f"{path} was refused, and the other workers do not know it yet"
 
     def __repr__(self) -> str:
         state = "in flight" if not self.done else "complete" if self.error is None else f"failed: {self.error}"
@@ -181,7 +183,7 @@ class Saving:
         return self.path if self.done and self.error is None else None
 
     def _finish(self, error: Exception | None) -> None:
-        """The first call counts: ``Saver.close`` may have given up."""
+        """The first call counts: ``Saver.closing`` may have given up."""
         with contextlib.suppress(futures.InvalidStateError):
             self._over.set_result(error)
 
@@ -201,16 +203,16 @@ class _Root:
         attempt: the number of loads in it, of this run and those before.
         may_take_over: this run has loaded from it.
         complete: checkpoints that are known to be complete.
-        abandoned: checkpoints that earlier runs have left incomplete, and the ranks whose shards this worker saw at the load.
         known: the names of checkpoints that this run has made, or judged at a load. Only these are ever removed: another
             run may still write, a disk may come back, and a load looks at the newest ones only.
+        steps: of the ``Sight`` that this worker had at the load.
     """
 
     attempt: int = 0
     may_take_over: bool = False
     complete: set[str] = field(default_factory=set)
-    abandoned: dict[str, list[int]] = field(default_factory=dict)
     known: set[str] = field(default_factory=set)
+    steps: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -227,25 +229,6 @@ class _Shard:
     trained: dict[str, str]
     text: str
     staged: Staged
-
-
-@dataclass(frozen=True)
-class _Job:
-    """One save on its way through its thread.
-
-    Attributes:
-        number: of this save of its replica, from 0; ``round_``: of the replica.
-        workers: the ranks of those that write its shards.
-        shard: None if the save was refused, which the other workers are told.
-        before: the save before, if it may be in flight.
-    """
-
-    saving: Saving
-    number: int
-    round_: int
-    workers: Sequence[int]
-    shard: _Shard | None
-    before: Saving | None
 
 
 class Saver(Listener):
@@ -272,97 +255,81 @@ class Saver(Listener):
         """Copies the state of ``replica`` and starts the thread of this save. ``wait`` is only checked."""
         replica.refuse_closed()
         replica.refuse_in_join("save")
-        number, self._saves = self._saves, self._saves + 1
-        if replica.tolerates_faults:  # some may have joined later
-            number = replica.world.control.calls
-        saving, shard, refusal = Saving(Path(f"save number {number}")), None, None
+        # Some may have joined later, where faults are tolerated.
+        number = replica.world.control.calls if replica.tolerates_faults else self._saves
+        self._saves += 1
+        where, shard = Path(f"save number {number}"), None
         try:
             keep, _ = check_integer("keep", keep, 1, "checkpoints"), check_bool("wait", wait)
-            where = folder.folder_of(path)
+            root = folder.folder_of(path)
             with contextlib.suppress(OSError):  # the thread finds it too, and there it does not end the training
-                if folder.is_step(where):
-                    raise ValueError(f"{where} is one checkpoint: pass the folder for checkpoints, {where.parent}, to save")
+                if folder.is_step(root):
+                    raise ValueError(f"{root} is one checkpoint: pass the folder for checkpoints, {root.parent}, to save")
             if not isinstance(state, Mapping):
                 raise TypeError(f"state must be a dict, such as {{'epoch': epoch}}, got a {type(state).__name__}")
             self._wait_for_earlier()
-            snapshot = take(replica)
-            random = random_states(replica.model)  # after it: a pending update may draw
-            text, tensors = encode({"snapshot": snapshot, "random": random, "state": dict(state)})
-            root = self._roots.setdefault(os.path.realpath(where), _Root())
-            ranks, replicas = replica.world.control.ranks, replica.replicas
-            rank, n, round_ = ranks.index(self._transport.rank), len(ranks), snapshot["round"]
-            name = folder.step_name(round_, root.attempt, number, self._transport.run_id, n)
-            root.known.add(name)
-            groups = None
-            if replicas.shards > 1:
-                groups = [[ranks.index(other) for other in replicas.workers_of(number)] for number in replicas.whole(ranks)]
-            record = Record(name, rank, n, round_, model_signature(replica.model), groups)
-            keys = {id(tensor): key for key, tensor in tensors.items()}
-            trained = {name: keys[id(snapshot["parameters"][name])] for name in replica.parameters.names}
-            shard = _Shard(root, keep, record, trained, text, self._staging.copy(tensors))
-            saving = Saving(where / name)
+            shard = self._copy(replica, root, number, dict(state), keep)
+            where = root / shard.record.step
         except BaseException as error:  # also a KeyboardInterrupt while it waits for an earlier save
             # The others must not wait for a shard that will not come, and their next save is this worker's next.
             refusal = error
             raise
         finally:
             before = self._in_flight[-1] if self._in_flight else None
-            job = _Job(saving, number, replica.engine.round, replica.world.control.ranks, shard, before)
-            threading.Thread(target=self._run, args=(job, refusal), name="decent_dp-checkpoint", daemon=True).start()
+            saving = Saving(where, number, replica.engine.round, replica.world.control.ranks)
+            if shard is not None:
+                saving._late = f"{where / shard_name(shard.record.rank)} was not written: the disk hangs, or is slow"
+            args = saving, before, refusal if shard is None else shard
+            threading.Thread(target=self._run, args=args, name="decent_dp-checkpoint", daemon=True).start()
             self._in_flight.append(saving)
         return saving
+
+    def _copy(self, replica: Replica, path: Path, number: int, state: dict[str, Any], keep: int) -> _Shard:
+        snapshot = take(replica)
+        random = random_states(replica.model)  # after it: a pending update may draw
+        text, tensors = encode({"snapshot": snapshot, "random": random, "state": state})
+        root = self._roots.setdefault(os.path.realpath(path), _Root())
+        ranks, replicas, round_ = replica.world.control.ranks, replica.replicas, snapshot["round"]
+        step = folder.step_name(round_, root.attempt, number, self._transport.run_id, len(ranks))
+        root.known.add(step)
+        groups = None
+        if replicas.shards > 1:
+            groups = [[ranks.index(other) for other in replicas.workers_of(number)] for number in replicas.whole(ranks)]
+        rank = ranks.index(self._transport.rank)
+        record = Record(step, rank, len(ranks), round_, model_signature(replica.model), groups)
+        keys = {id(tensor): key for key, tensor in tensors.items()}
+        trained = {name: keys[id(snapshot["parameters"][name])] for name in replica.parameters.names}
+        return _Shard(root, keep, record, trained, text, self._staging.copy(tensors))
 
     def drain(self) -> None:
         """Waits until no save is in flight."""
         futures.wait([saving._over for saving in self._in_flight])
 
-    def loaded(self, path: Path, sights: Sequence[folder.Sight]) -> None:
-        """All workers have loaded from the folder ``path``, in which they see ``sights``."""
+    def loaded(self, path: Path, own: folder.Sight, sights: Sequence[folder.Sight]) -> None:
+        """All workers have loaded from the folder ``path``, in which they see ``sights``, and this one ``own``."""
         complete = set(folder.complete(sights))
         # A checkpoint that `latest` names was complete: its missing shards may be on a disk that comes back.
-        lost = {sight.hint for sight in sights if sight.hint is not None} - complete
-        incomplete = set(folder.incomplete(sights)) - lost
-        abandoned = {}
-        for name in incomplete:
-            # The model is loaded by now, and only this worker would raise the error.
-            with contextlib.suppress(OSError):
-                abandoned[name] = folder.ranks_in(path / name)
-        self._roots[os.path.realpath(path)] = _Root(folder.attempt_of(sights), True, complete, abandoned, complete | incomplete)
+        lost = {sight.hint for sight in sights} - complete
+        known = {name for sight in sights for name in sight.steps} - lost
+        self._roots[os.path.realpath(path)] = _Root(folder.attempt_of(sights), True, complete, known, own.steps)
 
-    def closing(self) -> None:
-        self.close()
-
-    def close(self, at_error: bool = False) -> None:
+    def closing(self, at_error: bool = False) -> None:
         """Waits for this worker's own disk up to the timeout, and then for the others up to half a minute, or the timeout if
-        that is less. ``at_error``: if an error ends the interpreter, two seconds for all of it.
+        that is less. ``at_error``: two seconds for all of it, as an error ends the interpreter.
         """
-        timeout, began = self._transport.timeout, time.monotonic()
-        limit = min(timeout, _AT_ERROR if at_error else _AT_EXIT)
-        own = limit if at_error else timeout
+        others = min(self._transport.timeout, _AT_ERROR if at_error else _AT_EXIT)
+        own, began = others if at_error else self._transport.timeout, time.monotonic()
         in_flight = [saving for saving in self._in_flight if not saving.done]
         futures.wait([saving._written for saving in in_flight], own)
-        others = max(0.0, began + limit - time.monotonic()) if at_error else limit
-        futures.wait([saving._over for saving in in_flight if saving._written.done()], others)
+        left = max(0.0, began + others - time.monotonic()) if at_error else others
+        futures.wait([saving._over for saving in in_flight if saving._written.done()], left)
         for saving in reversed(in_flight):  # each one waits for the one before
             if not saving.done:
-                self._give_up(saving, own, limit)
+                late = PeerTimeoutError(f"{saving._late}, {others if saving._written.done() else own:g} s after close().")
+                _log.warning("%s", late)
+                saving._finish(None if saving._is_complete else late)
         if all(saving._written.done() for saving in self._in_flight):
             self._staging = Staging()
-
-    def _give_up(self, saving: Saving, own: float, others: float) -> None:
-        if saving._is_complete:
-            _log.warning("%s is complete; removing older checkpoints took more than %g s after close()", saving.path, others)
-            saving._finish(None)
-            return
-        what, seconds = f"{saving.path} was not complete", others
-        if not saving._written.done():
-            file = saving.path / shard_name(self._transport.rank)
-            what, seconds = f"{file} was not written: the disk hangs, or is slow", own
-        if not saving.path.is_absolute():  # a refused save has no folder
-            what = f"{saving.path} was refused, and the other workers do not know it yet"
-        error = PeerTimeoutError(f"{what}, {seconds:g} s after close().")
-        saving._finish(error)
-        _log.warning("%s", error)
 
     def _wait_for_earlier(self) -> None:
         """Raises the errors of saves that were not waited for, and waits until another save may begin."""
@@ -377,17 +344,27 @@ class Saver(Listener):
 
     # -- in the thread of a save --------------------------------------------------------------------------------------
 
-    def _run(self, job: _Job, refusal: BaseException | None) -> None:
-        saving, own = job.saving, refusal
+    def _run(self, saving: Saving, before: Saving | None, shard: _Shard | BaseException) -> None:
+        """Writes a shard, or tells the others why this worker refuses the save."""
         try:
-            if job.shard is not None:
-                own = self._write(saving.path, job.shard)
+            own: BaseException | None = shard if isinstance(shard, BaseException) else None
+            if isinstance(shard, _Shard):
+                own = self._write(saving.path, shard)
+                saving._late = f"{saving.path} was not complete"
             saving._written.set_result(None)
-            if job.before is not None:  # `latest` names the newest at last
-                futures.wait([job.before._over])
-            error = self._outcome(job, own)
-            if job.shard is not None and error is None:
-                self._completed(saving, job.shard)
+            if before is not None:  # `latest` names the newest at last
+                futures.wait([before._over])
+            error = self._outcome(saving, own)
+            if isinstance(shard, BaseException):  # the training thread has raised it
+                saving._finish(None)
+                return
+            if error is None:
+                self._completed(saving, shard)
+            else:
+                quiet = _is_quiet(error)
+                level = logging.WARNING if quiet and own is None else logging.ERROR
+                goes_on = ", and training goes on without it" if quiet else ""
+                _log.log(level, "%s is not complete%s: %s", saving.path, goes_on, error)
             saving._finish(error)
         except Exception as error:  # which nobody expects
             _log.error("%s is not complete", saving.path, exc_info=error)
@@ -408,48 +385,41 @@ class Saver(Listener):
             folder.claim(folder.make_folder(path.parent), run, rank, may_take_over=root.may_take_over)
             if root.may_take_over:
                 root.may_take_over = False
-                # Killed runs have left them. A folder with a new shard belongs to a run that still writes into it.
-                left = [name for name, ranks in root.abandoned.items() if folder.ranks_in(path.parent / name) == ranks]
-                folder.remove(path.parent, left)
+                # Killed runs have left them. One with a new shard belongs to a run that still writes into it.
+                left = root.steps.keys() & (root.known - root.complete)
+                folder.remove(path.parent, [name for name in left if folder.look_at(path.parent / name) == root.steps[name]])
             write_shard(folder.make_folder(path), shard.record, shard.staged.tensors, shard.text)
         except Exception as error:
             return error
         return None
 
-    def _outcome(self, job: _Job, own: BaseException | None) -> Exception | None:
+    def _outcome(self, saving: Saving, own: BaseException | None) -> Exception | None:
         """Waits for the reports of all workers; returns why the checkpoint is not complete. ``own``: this worker's error."""
-        path, shard, timeout = job.saving.path, job.shard, self._transport.timeout
+        path, timeout = saving.path, self._transport.timeout
         kind = "" if own is None else "CheckpointError" if isinstance(own, OSError) else type(own).__name__
-        report = json.dumps([job.round_, path.name, kind, "" if own is None else str(own)])
-        name, what = f"checkpoint/{job.number}", f"the save {path.name}"
+        report = json.dumps([saving._round, path.name, kind, "" if own is None else str(own)])
+        name, what = f"checkpoint/{saving._number}", f"the save {path.name}"
         late = (
             f"did not write a shard of {path.name} within {timeout:g} s: all workers must call save(...), at the same updates; "
             "or a disk is slow."
         )
         error: Exception | None
         try:
-            agreed = self._transport.agree(name, report, what, round_=job.round_)
-            error = _failure(wait_for_all(self._transport, name, agreed, timeout, what, late), job.workers)
-            if error is not None and shard is not None:
+            agreed = self._transport.agree(name, report, what, round_=saving._round)
+            error = _failure(wait_for_all(self._transport, name, agreed, timeout, what, late), saving._workers)
+            if error is not None and path.is_absolute():  # a refused save has no folder
                 # It never becomes complete. After a PeerError it may have.
-                folder.remove_shard(path, shard.record.rank)
+                folder.remove_shard(path, saving._workers.index(self._transport.rank))
         except Exception as failure:
             error = failure
-        if shard is None:  # the training thread has raised
-            return None
         if isinstance(own, Exception) and (error is None or _is_quiet(error) or not _is_quiet(own)):
             error = own
-        if error is not None:
-            quiet = _is_quiet(error)
-            level = logging.WARNING if quiet and own is None else logging.ERROR
-            goes_on = ", and training goes on without it" if quiet else ""
-            _log.log(level, "%s is not complete%s: %s", path, goes_on, error)
         return error
 
     def _completed(self, saving: Saving, shard: _Shard) -> None:
-        path, rank, root = saving.path, shard.record.rank, shard.root
+        path, root, rank = saving.path, shard.root, shard.record.rank
         _log.info("%s is complete", path)
-        saving._is_complete = True
+        saving._is_complete, saving._late = True, f"{path} is complete; older checkpoints were still being removed"
         root.complete.add(path.name)
         # The first worker of each folder. An error makes the checkpoint no less complete, and a full disk needs the second.
         latest = partial(folder.write_latest, path.parent, path.name, rank)
@@ -495,7 +465,7 @@ def _close_at_exit(saver: Saver) -> None:
     """The interpreter exits, or the wrapper was dropped."""
     if threading.current_thread().name.startswith("decent_dp-"):
         # The garbage collector runs in any thread, and these would wait for themselves.
-        threading.Thread(target=saver.close, name="closing").start()
+        threading.Thread(target=saver.closing, name="closing").start()
         return
     # An interactive session goes on after an error, and keeps `last_value`.
-    saver.close(at_error=getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1"))
+    saver.closing(at_error=getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1"))

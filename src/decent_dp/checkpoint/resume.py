@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from decent_dp.errors import CheckpointError
 from decent_dp.replica.consistency import call_on_all, model_signature, tensor_sizes
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.snapshot import begin_load, put_back
+from decent_dp.serialization import loaded
 
 __all__ = ["latest", "load", "read_parameters"]
 
@@ -65,7 +67,6 @@ def load(
     if replica.closed:
         raise RuntimeError(f"{replica.WHAT} was closed: load before close(), into one that is to train.")
     replica.refuse_in_join("load", "before")
-    replica.refuse_before_member("load")
     replica.apply_pending()  # first, because the others may be waiting for its exchange
     saver = saver_of(replica)
     saver.drain()
@@ -85,15 +86,15 @@ def load(
     sights = [Sight(**message) for message in control.gather(asdict(own))]
     chosen = call_on_all(control, lambda: folder.choose(root, sights))
     if chosen is None:
-        saver.loaded(root, sights)
+        saver.loaded(root, own, sights)
         if missing_ok:
             return None
         raise FileNotFoundError(f"no worker sees a complete checkpoint in {path}: pass another path, or save one first.")
     step = root / chosen[0]
     with contextlib.ExitStack() as opened:
-        shards, same = call_on_all(control, lambda: _open(step, chosen[1], rank, replica, resize, opened))
-        _verify(replica, step, shards)
-        tree = call_on_all(control, lambda: _read(shards, replica if same else None))
+        shards, same = call_on_all(control, lambda: _open(step, rank, replica, resize, opened))
+        _verify(replica, step, shards, chosen[1])
+        tree = call_on_all(control, lambda: _resumed(shards[0], replica) if same else combined(shards))
     try:
         put_back(replica, tree["snapshot"])
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
@@ -103,7 +104,7 @@ def load(
         raise CheckpointError(f"{step} does not fit this run: {error}") from error
     if same:
         set_random_states(tree["random"], replica.model)
-    saver.loaded(root, sights)
+    saver.loaded(root, own, sights)
     _log.info("resumed from %s, round %d", step, tree["snapshot"]["round"])
     state: dict[str, Any] = tree["state"]
     return state
@@ -121,11 +122,11 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
 
 
 def _latest(root: Path, sight: Sight) -> Path | None:
-    if sight.only is not None and folder.choose(root, [sight]):
+    if sight.only is not None:
+        folder.choose(root, [sight])  # raises if it is incomplete
         return root / sight.only
     complete = folder.complete([sight])
-    names = [name for name in sight.steps if name in complete or name == sight.hint]
-    return root / names[0] if names else None
+    return next((root / name for name in sight.steps if name in complete or name == sight.hint), None)
 
 
 def read_parameters(path: str | os.PathLike[str], rank: int | None = None, *, buffers: bool = False) -> dict[str, Tensor]:
@@ -164,7 +165,7 @@ def read_parameters(path: str | os.PathLike[str], rank: int | None = None, *, bu
         raise ValueError(f"{step} was saved by {n} workers and has none of rank {rank}")
     with contextlib.ExitStack() as opened:
         shards = [opened.enter_context(Shard(step / shard_name(r), r)) for r in (range(n) if rank is None else [rank])]
-        _check_alike(step, n, {0: {shard.record.rank: _seen(shard) for shard in shards}})
+        _check_alike(step, n, [(0, _seen(shard)) for shard in shards])
         for shard in shards:
             if shard.record.replicas is not None:
                 raise ValueError(f"{step} was saved by sharded replicas: load it into a run, and use export() there.")
@@ -173,10 +174,9 @@ def read_parameters(path: str | os.PathLike[str], rank: int | None = None, *, bu
 
 
 def _open(
-    step: Path, saved: int, rank: int, replica: Replica, resize: str | None, opened: contextlib.ExitStack
+    step: Path, rank: int, replica: Replica, resize: str | None, opened: contextlib.ExitStack
 ) -> tuple[list[Shard], bool]:
     """Opens the shards that this worker starts from; whether it resumes exactly, from the shard of its own rank."""
-
     there, sizes = folder.ranks_in(step), tensor_sizes(replica.model)
 
     def open_one(number: int) -> Shard:
@@ -199,20 +199,19 @@ def _open(
     same = len(workers) == now and resize != "mean"
     taken = [number] if same or resize is None else sources(len(workers), number, now, resize)
     # A worker takes the part that it has, of one replica or of several.
-    shards = [first if workers[i][position] == first.record.rank else open_one(workers[i][position]) for i in taken]
-    if any(shard.record.world_size != saved for shard in shards):
-        raise CheckpointError(f"{shards[0].file} cannot be used: {shards[0].record.world_size} workers saved it, not {saved}")
-    return shards, same
+    return [first if workers[i][position] == first.record.rank else open_one(workers[i][position]) for i in taken], same
 
 
 def _check_record(step: Path, record: Record, replica: Replica, resize: str | None) -> None:
     """Checks that the checkpoint is for this run."""
-    different = _first_difference(record.model, model_signature(replica.model))
-    if different is not None:
-        hint = ""
-        if "placed as" in different:
-            hint = " To shard it otherwise, start from the model that export() wrote."
-        raise CheckpointError(f"{step} is of another model: {different}. Build the model that was saved.{hint}")
+    pairs = zip_longest(map(_describe, record.model), map(_describe, model_signature(replica.model)), fillvalue="none")
+    for i, (theirs, ours) in enumerate(pairs):
+        if theirs != ours:
+            hint = " To shard it otherwise, start from the model that export() wrote." if "placed as" in theirs + ours else ""
+            raise CheckpointError(
+                f"{step} is of another model: tensor {i} is {theirs} there and {ours} here. Build the model that was "
+                f"saved.{hint}"
+            )
     workers, here = record.workers, replica.replicas
     if len(workers[0]) != here.shards:
         raise CheckpointError(
@@ -227,81 +226,53 @@ def _check_record(step: Path, record: Record, replica: Replica, resize: str | No
         )
 
 
-def _verify(replica: Replica, step: Path, shards: Sequence[Shard]) -> None:
-    """Checks the shards that this worker reads. One that several workers see is read whole by one of them only."""
-    control, rank = replica.world.control, replica.world.rank
-    gathered = control.gather([[shard.record.rank, shard.identity, _seen(shard)] for shard in shards])
-    seen = {reader: {number: seen for number, _, seen in own} for reader, own in zip(control.ranks, gathered, strict=True)}
-    _check_alike(step, shards[0].record.world_size, seen)
-    readers: dict[tuple[Any, ...], list[int]] = {}
-    for reader, own in zip(control.ranks, gathered, strict=True):
-        for number, identity, _ in own:
-            readers.setdefault((number, *identity), []).append(reader)
-
-    def verify() -> None:
-        for shard in shards:
-            number, key = shard.record.rank, (shard.record.rank, *shard.identity)
-            if readers[key][number % len(readers[key])] == rank:
-                shard.verify()
-
-    call_on_all(control, verify)
+def _verify(replica: Replica, step: Path, shards: Sequence[Shard], saved: int) -> None:
+    """Checks the shards that this worker reads, and that they are of one checkpoint with those of the others."""
+    control = replica.world.control
+    gathered = control.gather(list(map(_seen, shards)))
+    seen = [(reader, one) for reader, own in zip(control.ranks, gathered, strict=True) for one in own]
+    _check_alike(step, saved, seen)
+    call_on_all(control, lambda: list(map(Shard.verify, shards)))
 
 
 def _seen(shard: Shard) -> list[Any]:
-    return [shard.record.step, shard.record.world_size, shard.record.sha256]
+    return [shard.record.rank, shard.record.step, shard.record.world_size, shard.record.sha256]
 
 
-def _check_alike(step: Path, n: int, seen: Mapping[int, Mapping[int, list[Any]]]) -> None:
+def _check_alike(step: Path, n: int, seen: Sequence[tuple[int, list[Any]]]) -> None:
     """Raises CheckpointError if workers read shards of different checkpoints, or different ones of one worker.
 
     Args:
         n: the number of workers that saved it.
-        seen: for each worker that reads, the ranks of its shards and what ``_seen`` returned of them.
+        seen: a worker that reads a shard, and what ``_seen`` returned of it.
     """
     first: dict[int, tuple[int, list[Any]]] = {}
-    reference: tuple[int, str] | None = None
-    for reader, shards in seen.items():
-        for number, own in shards.items():
-            before, theirs = first.setdefault(number, (reader, own))
-            if own != theirs:
-                raise CheckpointError(
-                    f"workers {before} and {reader} see different files {shard_name(number)} in {step}: copy the same "
-                    "checkpoint to all of them."
-                )
-            one, name = reference = reference or (number, own[0])
-            if own[0] != name:
-                why = f"it is of {own[0]}, and {shard_name(one)} of {name}: they are not shards of one checkpoint"
-            elif own[1] != n:
-                why = f"{own[1]} workers saved it, not {n}"
-            else:
-                continue
-            raise CheckpointError(f"{step / shard_name(number)} cannot be used: {why}")
+    one, name, *_ = seen[0][1]
+    for reader, own in seen:
+        number, its_name, its_n, _ = own
+        before, theirs = first.setdefault(number, (reader, own))
+        if own != theirs:
+            raise CheckpointError(
+                f"workers {before} and {reader} see different files {shard_name(number)} in {step}: copy the same "
+                "checkpoint to all of them."
+            )
+        if its_name != name:
+            why = f"it is of {its_name}, and {shard_name(one)} of {name}: they are not shards of one checkpoint"
+        elif its_n != n:
+            why = f"{its_n} workers saved it, not {n}"
+        else:
+            continue
+        raise CheckpointError(f"{step / shard_name(number)} cannot be used: {why}")
 
 
-def _read(shards: Sequence[Shard], resumed: Replica | None) -> dict[str, Any]:
-    """The tree that one worker saved, or the mean of several. For ``resumed`` it also has random states."""
-    tree: dict[str, Any] = state_of_worker(shards[0], shards[0].tree()) if resumed is not None else combined(shards)
-    if resumed is not None:
-        try:
-            check_random_states(tree.get("random"), resumed.model)
-        except ValueError as error:
-            raise CheckpointError(f"{shards[0].file} cannot be used: {error}") from error
+def _resumed(shard: Shard, replica: Replica) -> dict[str, Any]:
+    tree: dict[str, Any] = loaded(state_of_worker(shard))
+    check_random_states(tree.get("random"), replica.model, shard.file)
     return tree
 
 
-def _first_difference(saved: Sequence[Any], own: Sequence[Any]) -> str | None:
-    """The first tensor in which two models (as ``model_signature``) differ; None if there is none.
-
-    Strides are not compared: values are the same in any.
-    """
-    for i in range(max(len(saved), len(own))):
-        theirs, ours = (_describe(entries[i]) if i < len(entries) else "none" for entries in (saved, own))
-        if theirs != ours:
-            return f"tensor {i} is {theirs} there and {ours} here"
-    return None
-
-
 def _describe(entry: Any) -> str:
+    """One of ``model_signature`` without its strides: values are the same in any."""
     if not isinstance(entry, (list, tuple)) or len(entry) != 6:
         return repr(entry)
     kind, name, shape, dtype, _, trained = entry
