@@ -198,19 +198,22 @@ class Shard(contextlib.AbstractContextManager["Shard"]):
 
     def __init__(self, file: Path, rank: int, sizes: Sequence[int] = ()) -> None:
         self.file = file
-        size: int = self._read("it cannot be looked at", lambda: self._measure(sizes))
+        self.identity: list[int] = self._read("it cannot be looked at", lambda: self._measure(sizes))
         # Not mapped into memory: a page of a file that another process removes would end this one.
         self._opened = self._read("its header is broken, or it was cut off", lambda: safe_open(file, "pt", backend="pread"))
         try:
             self._keys = frozenset(self._opened.keys())
-            self._left = max(_READS * (size + _ONE_READ * len(self._keys)), _SPARSE)
+            self._left = max(_READS * (self.identity[2] + _ONE_READ * len(self._keys)), _SPARSE)
             self.record = self._record(rank)
         except BaseException:
             self.__exit__()
             raise
 
-    def _measure(self, sizes: Sequence[int]) -> int:
-        """Checks sizes before anything is read: a header takes twelve times its size in memory, and a hole takes no disk."""
+    def _measure(self, sizes: Sequence[int]) -> list[int]:
+        """Numbers that are equal for two workers if they see the same file, also over a network.
+
+        Its sizes are checked before anything is read: a header takes twelve times its size in memory, and a hole takes no disk.
+        """
         with _open_plain(self.file) as opened:
             header, found = int.from_bytes(opened.read(8), "little"), os.fstat(opened.fileno())
             size, on_disk = found.st_size, 512 * found.st_blocks
@@ -220,7 +223,7 @@ class Shard(contextlib.AbstractContextManager["Shard"]):
                 raise self._error(f"of its {size} bytes, only {on_disk} are on the disk")
         if header > (most := max(_HEADER * _most_tensors(sizes), on_disk // 8)):
             raise self._error(f"its header has {header} bytes, and may have {most} here")
-        return size
+        return [found.st_ino, found.st_ctime_ns, size]
 
     def _record(self, rank: int) -> Record:
         try:
