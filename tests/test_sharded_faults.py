@@ -40,7 +40,7 @@ PAUSE = 0.02
 class Part:
     """One worker's part of a replica. The processes after the first ``N`` join."""
 
-    def __init__(self, rank: int, n: int, **options: Any) -> None:
+    def __init__(self, rank: int, n: int, *, buffers: bool = True, **options: Any) -> None:
         from torch.distributed.device_mesh import DeviceMesh
 
         names = ("replica", "shard")
@@ -59,7 +59,10 @@ class Part:
         else:
             options["process_group"] = group
         self.number = self.rank // SHARDS
-        self.model: nn.Module = shard(Odd(0 if rank < N else 17), mesh["shard"])
+        model = Odd(0 if rank < N else 17)
+        if not buffers:
+            del model.shift
+        self.model: nn.Module = shard(model, mesh["shard"])
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.8)
         self.gossip = decent_dp.gossip(self.model, self.optimizer, **options)
         self.rosters: list[tuple[int, int]] = []
@@ -185,7 +188,7 @@ def test_a_replica_that_was_late_goes_on_and_heals_as_a_whole(workers):
 
 def means_without(rank: int, n: int) -> Any:
     """The mean and the distance to it: a part of the second replica is not finite, and then a worker of it dies inside."""
-    part, found = Part(rank, n), []
+    part, found = Part(rank, n, buffers=False), []  # after which all workers meet in the mean of the buffers
     for how in ("nan", "death"):
         with torch.no_grad():
             for param in part.model.parameters():
