@@ -248,6 +248,54 @@ BREAKAGES = [
         "    end = max(map(int,",
         "    end = min(map(int,",
     ),
+    Breakage(
+        "a mean of parts is not looked at again",
+        "replica/averaging.py",
+        "            control.gather(None)  # who was lost in the mean of another part?\n",
+        "",
+    ),
+    Breakage(
+        "a part of a replica that is not finite counts for the others",
+        "replica/averaging.py",
+        "counts = all(found.get(rank, False) for rank in mates)",
+        "counts = is_finite",
+    ),
+    Breakage(
+        "the workers of a replica go on in different rounds",
+        "replica/mates.py",
+        "target, known = map(max,",
+        "target, known = map(min,",
+    ),
+    Breakage(
+        "an epoch before the whole replica knows it",
+        "membership/epochs.py",
+        "if not self._new or self._new[0].number > self.limit:",
+        "if not self._new:",
+    ),
+    Breakage(
+        "an epoch names a part of a replica",
+        "membership/epoch_store.py",
+        "members = tuple(sorted(rank for number in replicas.whole(named) for rank in replicas.workers_of(number)))",
+        "members = tuple(sorted(named))",
+    ),
+    Breakage(
+        "an epoch for a part of a replica",
+        "membership/epochs.py",
+        "offered = bool(self.replicas.whole(ready))",
+        "offered = bool(ready)",
+    ),
+    Breakage(
+        "the end of a replica is torch's error",
+        "replica/replica.py",
+        "        self.mates.explain(fsdp_modules(model))\n",
+        "",
+    ),
+    Breakage(
+        "peers are asked for by the numbers of replicas",
+        "transport/peers.py",
+        "return self._table.usable(_renumbered(edge, self._ranks), exchange_id)",
+        "return self._table.usable(edge, exchange_id)",
+    ),
 ]
 
 
