@@ -39,6 +39,7 @@ RECORD = {
     "dead_after": 10.0,
     "encrypt": None,
 }
+SIGNATURE = json.dumps({"settings": {"workers of each replica": [[0], [1]]}})
 GONE = {"node": "x", "machine": "m", "pid": 1, "incarnation": 0, "host": "127.0.0.1", "port": 9}
 FAR = {"node": "x", "machine": "m", "pid": 1, "incarnation": 0, "local": "f"}
 
@@ -94,7 +95,7 @@ def serving(said: bytes) -> Iterator[dict[str, Any]]:
 
 def line_of(store: Any, run_id: str, name: str | None, *addresses: dict[str, Any]) -> EpochStore:
     """That of worker 0, which writes the addresses of all."""
-    records = {"run": json.dumps(RECORD), "signature": "{}"}
+    records = {"run": json.dumps(RECORD), "signature": SIGNATURE}
     records |= {f"address/{rank}": json.dumps(address) for rank, address in enumerate(addresses)}
     return EpochStore(store, run_id, records, name)
 

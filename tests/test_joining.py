@@ -605,7 +605,8 @@ def test_what_join_is_given_is_checked(monkeypatch):
         "encrypt": None,
     }
     store.set(f"decent_dp/{'0' * 32}/run", json.dumps(run))
-    store.set(f"decent_dp/{'0' * 32}/signature", "{}")
+    signature = {"settings": {"workers of each replica": [[0], [1], [2], [3]]}}
+    store.set(f"decent_dp/{'0' * 32}/signature", json.dumps(signature))
     for rank in (5, -1, "x"):
         with pytest.raises(ValueError, match="rank must be from 0 to 4, as this run can have 5 workers"):
             decent_dp.join(f"127.0.0.1:{store.port}", rank=rank)  # type: ignore[arg-type]

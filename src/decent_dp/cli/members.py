@@ -41,11 +41,12 @@ def status(address: _Address = None, name: _Name = None) -> int:
     from decent_dp.membership.runs import reach
 
     run = _look(address, name)
-    rows = []
+    replicas, rows = run.replicas, []
+    seats = replicas.whole(run.members)
     for rank, found in run.addresses(range(run.record["places"])).items():
         if found is None and rank >= run.record["world_size"]:
             continue  # nobody has had this place yet
-        seat = str(run.members.index(rank)) if rank in run.members else "-"
+        seat = str(seats.index(replicas.place_of(rank)[0])) if rank in run.members else "-"
         where = [str(found["machine"]), str(found["pid"])] if found else ["?", "?"]
         rows.append([str(rank), seat, *where, reach(found).value])
     members = f"{len(run.members)} of at most {run.record['places']} workers"

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import Store
 
 from decent_dp.membership.epoch_store import Epoch, EpochStore, newest_epoch
 from decent_dp.membership.index import Entry, UnreadableError, parse, runs_in
+from decent_dp.transport import Replicas
 from decent_dp.transport.addresses import probe
 from decent_dp.transport.peer_errors import UnreachableError
 from decent_dp.transport.rendezvous import address_key, network_stack
@@ -80,12 +81,16 @@ class Run:
         keys = [f"{entry.run_id}/{name}" for name in ("run", "signature")]
         texts, epoch = ask(lambda store: ([read_text(store, key) for key in keys], newest_epoch(store, entry.run_id)))
         record = parse(keys[0], "what the workers of a run have in common", texts[0], _is_record)
-        signature = parse(keys[1], "the settings of a run", texts[1], lambda found: isinstance(found, dict))
+        signature = parse(keys[1], "the settings of a run", texts[1], _is_signature)
         return cls(ask, entry.run_id, entry.name, record, signature, epoch or Epoch.first(record["world_size"]))
 
     @property
     def members(self) -> tuple[int, ...]:
         return self.epoch.members
+
+    @property
+    def replicas(self) -> Replicas:
+        return Replicas(tuple(map(tuple, self.signature["settings"]["workers of each replica"])))
 
     def addresses(self, ranks: Iterable[int]) -> dict[int, Mapping[str, Any] | None]:
         """Where the present processes of workers listen, and which processes they are; {} of one that has left, None if the
@@ -265,6 +270,18 @@ def _is_record(found: Any) -> bool:
         and all(isinstance(node, str) for node in found["node_of"])
         and 0 < found["timeout"] < math.inf
         and 0.5 <= found["dead_after"] < math.inf
+    )
+
+
+def _is_signature(found: Any) -> bool:
+    workers = found["settings"].get("workers of each replica") if _has(found, {"settings": dict}) else None
+    if not isinstance(workers, list) or not all(isinstance(own, list) for own in workers):
+        return False
+    ranks = [rank for own in workers for rank in own]
+    return (
+        len({len(own) for own in workers}) == 1
+        and all(type(rank) is int for rank in ranks)
+        and sorted(ranks) == [*range(len(ranks))]
     )
 
 
