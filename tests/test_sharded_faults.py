@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import signal
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,8 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import decent_dp
-from decent_dp.errors import PeerLostError, PeerTimeoutError
-from decent_dp.replica.mates import Mates
+from decent_dp.checkpoint import exporting
+from decent_dp.errors import NonFiniteError, PeerLostError, PeerTimeoutError
+from decent_dp.replica import newcomer
+from decent_dp.replica.mates import Mates, _is_in_torch
 from decent_dp.transport import Replicas
 from decent_dp.transport.collectives import Collectives
 from tests.helpers import assert_same
@@ -40,7 +44,7 @@ PAUSE = 0.02
 class Part:
     """One worker's part of a replica. The processes after the first ``N`` join."""
 
-    def __init__(self, rank: int, n: int, *, buffers: bool = True, **options: Any) -> None:
+    def __init__(self, rank: int, n: int, *, buffers: bool = True, joining_as: Any = VICTIMS, **options: Any) -> None:
         from torch.distributed.device_mesh import DeviceMesh
 
         names = ("replica", "shard")
@@ -54,7 +58,7 @@ class Part:
         options = {"faults": decent_dp.Tolerate(dead_after=DEAD_AFTER), **options}
         if self.joins:
             hear("dead")
-            self.rank = VICTIMS[self.position]
+            self.rank = joining_as[self.position]
             options["transport"] = decent_dp.join(the_store(), rank=self.rank)
         else:
             options["process_group"] = group
@@ -64,6 +68,7 @@ class Part:
             del model.shift
         self.model: nn.Module = shard(model, mesh["shard"])
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.8)
+        self.scaler = options.get("scaler")
         self.gossip = decent_dp.gossip(self.model, self.optimizer, **options)
         self.rosters: list[tuple[int, int]] = []
         self.gossip.on_roster(lambda old, new: self.rosters.append((self.steps, new.epoch)))
@@ -73,8 +78,13 @@ class Part:
         x, y = (part.chunk(SHARDS)[self.position] for part in inputs(self.steps, self.number))
         self.optimizer.zero_grad()
         loss: Tensor = (self.model(x) - y).square().mean() * factor
-        loss.backward()
-        self.optimizer.step()
+        if self.scaler is None:
+            loss.backward()
+            self.optimizer.step()
+        else:
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         self.steps += 1
 
     def train(self, done: Callable[[], bool]) -> float:
@@ -250,6 +260,8 @@ def test_the_workers_of_a_replica_agree_on_a_round_and_on_an_epoch():
     assert monitor.epochs.limit == 6  # the epoch that both know
     mates, monitor = make_mates({3: "[9, -8]"})
     assert (mates.agree_on(10), monitor.epochs.limit) == (10, 7)
+    assert mates.agree_on(11, alone=True) == 11  # at the end of `join`, where it is each worker's own
+    assert monitor.epochs.limit == math.inf
 
 
 def test_a_call_waits_for_whole_replicas():
@@ -277,3 +289,77 @@ def test_a_worker_of_a_replica_that_does_not_come_is_an_error():
     assert mates._look()  # it has done its part
     with pytest.raises(PeerLostError, match="worker 3 has ended"), mates.explaining():
         raise RuntimeError("Connection closed by peer")
+
+
+def test_an_error_that_says_what_has_happened_stays_as_it_is():
+    mates, monitor = make_mates({})
+    monitor.neighbours.lost = lambda: [3]
+    with pytest.raises(NonFiniteError, match="the cause"), mates.explaining():
+        raise NonFiniteError("the cause")
+    began, alone = time.monotonic(), Mates(mates._transport, Replicas(((0,), (1,), (2,))), monitor)
+    with pytest.raises(RuntimeError, match="the cause"), alone.explaining():
+        raise RuntimeError("the cause")
+    assert time.monotonic() - began < 0.5
+
+
+def test_a_process_is_ended_only_where_torch_waits():
+    frame: Any = sys._getframe()
+    assert not _is_in_torch(frame)
+    found: dict[str, Any] = {"sys": sys}
+    exec(compile("frame = sys._getframe()", os.sep.join(("", "torch", "distributed", "x.py")), "exec"), found)
+    assert _is_in_torch(found["frame"])
+
+
+def exports(rank: int, n: int, path: str) -> Any:
+    """Worker 0 dies while it writes the file: another replica writes it."""
+    part = Part(rank, n)
+    part.train(lambda: part.gossip.stats().rounds >= 5)
+    if rank == 0:
+        die_in(exporting, "_write", when=lambda *_: time.sleep(1.0) is None)
+    decent_dp.checkpoint.export(part.gossip, path)
+    with part.gossip.averaged():
+        mean = values(part.model)
+    part.gossip.close()
+    return mean
+
+
+@pytest.mark.slow
+def test_a_model_is_exported_by_a_whole_replica(workers, tmp_path):
+    outcomes = workers.outcomes(N, exports, str(tmp_path / "model.pt"))
+    assert outcomes[0].exitcode == -signal.SIGKILL
+    assert outcomes[1].error == "PeerLostError", outcomes[1]
+    saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    for rank in (2, 3, 4, 5):
+        assert outcomes[rank].error == "", outcomes[rank].trace
+        assert saved.keys() == outcomes[rank].value.keys()
+
+
+def grows(rank: int, n: int) -> Any:
+    """A fourth replica comes. Its workers ask different members first, whose scalers differ."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (8 + rank // SHARDS), growth_interval=10**6)
+    if rank >= N:
+        newcomer.random = SimpleNamespace(  # type: ignore[assignment]
+            choice=random.choice, sample=lambda others, count: sorted(others, reverse=bool(rank % 2))
+        )
+    faults = decent_dp.Tolerate(dead_after=DEAD_AFTER, max_workers=N + SHARDS)
+    part = Part(rank, n, faults=faults, scaler=scaler, joining_as=(N, N + 1))
+    begins_with = scaler.get_scale()
+    if rank == 0:
+        say("dead")
+
+    def is_larger() -> bool:
+        roster = part.gossip.roster
+        return roster.size == REPLICAS + 1 and part.gossip.stats().rounds >= roster.start + 20
+
+    part.train(is_larger)
+    return begins_with, part.gossip.stats().updates, part.end()
+
+
+@pytest.mark.slow
+def test_a_run_grows_by_a_whole_replica(workers):
+    found = workers(N + SHARDS, grows)
+    for begins_with, updates, mean in found:
+        assert_same(mean, found[0][-1])
+        assert begins_with in (256.0, 512.0, 1024.0)
+        assert updates > 20
+    assert found[N][:2] == found[N + 1][:2]

@@ -325,6 +325,7 @@ def test_replicas_are_whole_disjoint_and_of_one_size():
     assert assign_replicas(cards).workers == ((0, 2), (1, 3))
     assert assign_replicas(cards).workers_of(2) == (4, 5)  # who joins
     assert assign_replicas(cards).place_of(5) == (2, 1)
+    assert assign_replicas(cards).peers_on_node(5, 1) == 1
     assert assign_replicas(cards).place_of(2) == (0, 1)
     # Two workers per node: 0 and its peer 1 share one. If each replica has its own node, 0 and its peer 2 do not.
     assert assign_replicas(cards).peers_on_node(0, 2) == 2

@@ -515,3 +515,21 @@ def test_seats_are_given_to_all_processes_of_a_replica_together(seats):
     assert "wait" in wants(donor, 2, 3)
     epochs.offers[3, 1].set_result(SimpleNamespace(number=4, text="{}"))
     assert wants(donor, 2, 3)["epoch"] == 4
+
+
+def test_a_seat_is_withdrawn_if_another_one_of_its_replica_cannot_be_had(seats, monkeypatch):
+    monkeypatch.setattr(state_server_module, "_ENDED", 0.3)
+    donor, epochs = seats
+    donor.monitor.is_free = lambda rank, incarnation: True
+    donor.server._replica.replicas = Replicas(((0, 1), (2, 3)))
+    assert "its replica is the workers [2, 3]" in donor.ask(2, want="seat", **{"for": [[2, 1], [3, "1"]]})["refused"]
+    offer = epochs.offer
+
+    def refuse(*asker: int) -> Any:
+        if asker == (3, 1):
+            raise ConnectionError("another process is worker 3")
+        return offer(*asker)
+
+    epochs.offer = refuse
+    assert wants(donor, 2, 3) == {"refused": "another process is worker 3"}
+    until(lambda: epochs.withdrawn == [(2, 1)])

@@ -70,11 +70,12 @@ def export(model: Trained, path: str | Path, *, loader: Iterable[Any] | None = N
         _average_buffers(replica)
         written = False
         while not written:
-            writer = control.ranks[0]
-            writes = replica.world.rank == writer
-            state = call_on_all(control, partial(_state, replica, keep=writes))
+            replica.mates.wait_for_whole_replicas()
+            first = replica.replicas.workers_of(min(replica.replicas.whole(control.ranks)))
+            writes = replica.world.rank == min(first)
+            state = call_on_all(control, partial(_state, replica, gathers=replica.world.rank in first, keep=writes))
             call_on_all(control, partial(_write, state, file) if writes else lambda: None)
-            written = writer in control.ranks  # else it died before it said that it had
+            written = set(first) <= set(control.ranks)  # else one died before it said that it had
     return file
 
 
@@ -216,14 +217,17 @@ def _average_buffers(replica: Replica) -> None:
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
-def _state(replica: Replica, *, keep: bool) -> dict[str, Any]:
+def _state(replica: Replica, *, gathers: bool, keep: bool) -> dict[str, Any]:
     """The model's state dict on the CPU, whole where it is sharded; empty unless it is to be kept. Called by all workers, of
-    whom those of the first replica gather its parts."""
+    whom those of one replica gather its parts."""
     replica.parameters.locate()
-    number, _ = replica.replicas.place_of(replica.world.rank)
-    gathers = keep if replica.replicas.shards == 1 else number == min(replica.replicas.whole(replica.world.control.ranks))
     if not gathers:
         return {}
+    with replica.mates.explaining():
+        return _gathered(replica, keep=keep)
+
+
+def _gathered(replica: Replica, *, keep: bool) -> dict[str, Any]:
     # A tied parameter is one tensor under all its names, and is gathered once. (Without shards they are copies already.)
     state: dict[str, Any] = replica.model.state_dict(keep_vars=replica.replicas.shards > 1)
     known: dict[int, Tensor] = {}

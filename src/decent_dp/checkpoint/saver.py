@@ -114,6 +114,7 @@ def save(
     if replica.tolerates_faults:
         replica.begin_collective("save")  # all continue in one round
         saver_of(replica).agree(path)
+        replica.mates.wait_for_whole_replicas()
     saving = saver_of(replica).save(replica, path, {} if state is None else state, keep, wait)
     if wait:
         saving.wait()
@@ -294,7 +295,7 @@ class Saver(Listener):
         root.known.add(step)
         groups = None
         if replicas.shards > 1:
-            groups = [[ranks.index(other) for other in replicas.workers_of(number)] for number in replicas.whole(ranks)]
+            groups = [list(map(ranks.index, replicas.workers_of(whole))) for whole in replicas.whole(ranks)]
         rank = ranks.index(self._transport.rank)
         record = Record(step, rank, len(ranks), round_, model_signature(replica.model), groups)
         keys = {id(tensor): key for key, tensor in tensors.items()}

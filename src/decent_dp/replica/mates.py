@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import sys
 import threading
@@ -19,7 +20,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-from decent_dp.errors import PeerLostError
+import torch
+
+from decent_dp.errors import PeerError, PeerLostError
 from decent_dp.membership import MembershipMonitor
 from decent_dp.replica.shards import param_groups_of
 from decent_dp.replica.waiting import wait_for_all
@@ -31,12 +34,14 @@ __all__ = ["Mates"]
 _log = logging.getLogger(__name__)
 
 # Seconds between two looks at the others.
-_LOOK = 0.1
+_LOOK = 0.05
 # Seconds for which the training thread must have stood at one instruction, after another worker of the replica was lost, to
 # count as stuck in a collective.
 _STUCK = 2.0
 # Seconds until a failed collective is no consequence of a worker that is gone: its connections break at the same time.
 _EXPLAINED = 1.0
+# The packages of torch in which it waits.
+_WAITS_IN = ("distributed", "autograd")
 # The exit status of a process that is ended here.
 _EXIT = 1
 
@@ -63,6 +68,8 @@ class Mates:
         # Set when there is nothing to look at any more: the replica is closed, or the training thread has got the error.
         self._ending = threading.Event()
         self.error: PeerLostError | None = None
+        # Makes the objects of fully_shard what they were.
+        self._undo = contextlib.ExitStack()
 
     def start(self, incarnation: int) -> None:
         """They are connected. ``incarnation``: of the first of them."""
@@ -70,21 +77,27 @@ class Mates:
         if self._monitor is not None:
             start_thread(_looks_of(self), "decent_dp-mates", self._monitor.neighbours.fail)
 
-    def agree_on(self, target: int) -> int:
+    def agree_on(self, target: int, *, alone: bool = False) -> int:
         """The round in which this replica goes on, the same on all of its workers. They call it together.
 
         They come to epochs in the same round, too: as soon as all of them know one.
 
         Args:
             target: the first round that the others of this worker have not passed.
+            alone: they make no steps together at present. Then it is each worker's own.
 
         Raises:
             PeerLostError, PeerTimeoutError: one of them is gone, or does not come.
         """
         if self._monitor is None:
             return target
-        name, what, self._votes = f"{self._kind}/{self._votes}", "a round", self._votes + 1
         epochs = self._monitor.epochs
+        if alone:
+            if epochs is not None:
+                epochs.limit = math.inf
+            return target
+        self._training = threading.get_ident()
+        name, what, self._votes = f"{self._kind}/{self._votes}", "a round", self._votes + 1
         own = target, 0 if epochs is None else -epochs.coming
         agreed = self._transport.agree(name, json.dumps(own), what, among=self._ranks)
         late = f"did not come to {what} of its replica: the workers of one replica make the same steps."
@@ -109,28 +122,31 @@ class Mates:
         try:
             yield
         except RuntimeError as error:
-            deadline = time.monotonic() + _EXPLAINED
-            while error is not self.error and self._look(failed=True) and time.monotonic() < deadline:
+            is_own = type(error).__module__ == PeerLostError.__module__  # says what has happened
+            deadline = time.monotonic() + (0.0 if is_own or self._monitor is None else _EXPLAINED)
+            while time.monotonic() < deadline and self._look(failed=True):
                 time.sleep(_LOOK / 10)
-            if self.error not in (None, error):
-                self._ending.set()
-                raise self.error from error
-            raise
+            if self.error is None or (is_own and not isinstance(error, PeerError)):
+                raise
+            self._ending.set()
+            raise self.error from error
 
     def explain(self, modules: Iterable[Any]) -> None:
         """The collectives of these modules of ``fully_shard`` are in ``explaining`` from now on."""
         if self._monitor is None:
             return
+        found = weakref.ref(self)
         for group in (group for module in modules for group in param_groups_of(module)):
             # Older versions of torch have no objects for them: their errors stay torch's.
             for comm in filter(None, (getattr(group, name, None) for name in ("_all_gather_comm", "_reduce_scatter_comm"))):
                 kind: Any = type(comm)
 
                 def call(*args: Any, inner: Any = kind.__call__, **kwargs: Any) -> Any:
-                    with self.explaining():
+                    with contextlib.nullcontext() if (mates := found()) is None else mates.explaining():
                         return inner(*args, **kwargs)
 
                 comm.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+                self._undo.callback(setattr, comm, "__class__", kind)
 
     def wait_for_whole_replicas(self) -> None:
         """Until all workers of each replica, or none, are among those of the last collective of all.
@@ -147,6 +163,7 @@ class Mates:
 
     def close(self) -> None:
         self._ending.set()
+        self._undo.close()
 
     def _lose(self, ranks: Sequence[int]) -> None:
         if self.error is not None:
@@ -181,12 +198,20 @@ class Mates:
             at = id(frame), frame.f_lasti
             if at != before:
                 before, since = at, time.monotonic()
-            elif time.monotonic() - since > _STUCK:
+            elif time.monotonic() - since > _STUCK and _is_in_torch(frame):
                 _end(frame, self.error)
+
+
+def _is_in_torch(frame: FrameType) -> bool:
+    """Whether a thread is in a collective or a backward, or may wait for a GPU."""
+    where = [file.filename for file in traceback.extract_stack(frame)]
+    on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return on_gpu or any(os.sep.join(("torch", room)) in name for name in where for room in _WAITS_IN)
 
 
 def _end(frame: FrameType, error: PeerLostError | None) -> None:
     where, what = "".join(traceback.format_stack(frame)), f"{PeerLostError.__module__}.{PeerLostError.__name__}: {error}"
+    sys.stdout.flush()
     sys.stderr.write(f"The training thread waits here for another worker of its replica:\n{where}{what}\n")
     sys.stderr.flush()
     os._exit(_EXIT)

@@ -41,6 +41,8 @@ _AGAIN = 0.5
 _LONGEST = 300.0
 # Seconds of them in which nobody answers: this worker is without a network.
 _UNREACHED = 30.0
+# The entries of a snapshot that must be the same on all workers of a replica.
+_OF_REPLICA = ("round", "factor", "steps")
 # Bytes that any state may have.
 _LEAST = 2**26
 # And so many times the model's: LBFGS keeps 200 tensors for each parameter.
@@ -84,12 +86,22 @@ class _Joiner:
         self._replica, self._monitor, self._transport = replica, monitor, transport
 
     def fetch(self) -> None:
-        """Gets the state of a member."""
-        monitor = self._monitor
-        rank, state = _fetch_state(self._replica, monitor, self._members)
+        """Gets the state of a member; all workers of this replica from those of one replica, if they can."""
+        monitor, replicas = self._monitor, self._replica.replicas
+        _, position = replicas.place_of(self._transport.rank)
+        drawn = replicas.place_of(random.choice(list(self._members()) or [0]))[0]
+        number = self._of_the_first(drawn)
+        rank, state = _fetch_state(self._replica, monitor, self._members, first=replicas.workers_of(number)[position])
         _log.info("worker %d has the state of worker %d", self._transport.rank, rank)
+        # Their copies may be those of different rounds. What must be the same on all workers of a replica is the first's.
+        snapshot = state["snapshot"]
+        own = {name: snapshot[name] for name in _OF_REPLICA}, snapshot.get("optim", {}).get("scaler")
+        common, scaler = self._of_the_first(own)
+        snapshot.update(common)
+        if "optim" in snapshot:
+            snapshot["optim"]["scaler"] = scaler
         self._replica.engine.count_buckets_from(state["first_bucket"])
-        put_back(self._replica, state["snapshot"])
+        put_back(self._replica, snapshot)
         assert monitor.epochs is not None
         monitor.epochs.learn(state["epoch"])
 
@@ -115,18 +127,17 @@ class _Joiner:
             return answer
 
         # The epoch waits for workers that have been silent for less than ``dead_after``, and some may fall silent meanwhile.
-        patience, answer = _STUCK + 2 * monitor.faults.dead_after, None
+        patience, found = _STUCK + 2 * monitor.faults.dead_after, dict[str, Any]()
         if position == 0:  # asks for all of them
-            _, answer = _ask(monitor, transport, self._members, "a seat", seat, patience=patience)
-        answer = next(found for found in self._gather(answer) if found is not None)
+            _, found = _ask(monitor, transport, self._members, "a seat", seat, patience=patience)
+        answer = self._of_the_first(found)
         epoch = Epoch.read(answer["epoch"], answer["text"])
         if any(epoch.incarnations.get(rank) != mates[rank] or rank not in epoch.members for rank in mates):
             raise PeerLostError(f"another process has taken the place of worker {own}: end this one.")
-        if answer["first_bucket"] != replica.engine.first_bucket:  # the others have loaded another state in the meantime
+        if any(self._gather(answer["first_bucket"] != replica.engine.first_bucket)):  # the others have loaded another state
             self.fetch()
-        # The parts of the state may be those of different rounds.
         fetched = replica.engine.round
-        first = max([epoch.start, *self._gather(fetched)])
+        first = max(epoch.start, fetched)
         monitor.enter(epoch)
         replica.joins = answer["joins"]
         others = {rank: epoch.incarnations.get(rank, 0) for rank in epoch.members if rank != own}
@@ -138,9 +149,29 @@ class _Joiner:
         replica.steps += first - fetched
 
     def _gather(self, value: Any) -> list[Any]:
-        """The values of the workers of this replica."""
+        """The values of the workers of this replica.
+
+        Raises:
+            PeerLostError: one of them has ended, or does not come within the timeout of their process group.
+        """
         mesh = mesh_of(self._replica.model)
-        return [value] if mesh is None else gather_in_mesh(mesh, value)
+        if mesh is None:
+            return [value]
+        try:
+            return gather_in_mesh(mesh, value)
+        except RuntimeError as error:
+            number, _ = self._replica.replicas.place_of(self._transport.rank)
+            workers = self._replica.replicas.workers_of(number)
+            raise PeerLostError(
+                f"one of the processes that join as replica {number} has ended, or has not come: start its workers "
+                f"{list(workers)} together."
+            ) from error
+
+    def _of_the_first(self, value: T) -> T:
+        """The value of the worker of this replica at the first position."""
+        _, position = self._replica.replicas.place_of(self._transport.rank)
+        found: T = dict(self._gather((position, value)))[0]
+        return found
 
 
 class _Healer(Listener):
@@ -175,7 +206,7 @@ class _Healer(Listener):
 
 
 def _fetch_state(
-    replica: Replica, monitor: MembershipMonitor, members: Callable[[], dict[int, int]], *, once: bool = False
+    replica: Replica, monitor: MembershipMonitor, members: Callable[[], dict[int, int]], *, once: bool = False, first: int = -1
 ) -> tuple[int, Any]:
     """Gets the state of a member, as ``_ask`` does: one copy."""
     partial = PartialState(_LEAST + _TIMES * sum(tensor_sizes(replica.model)))
@@ -183,7 +214,7 @@ def _fetch_state(
     def get(donor: Donor, seconds: float) -> Any:
         return pull(donor, partial, seconds)
 
-    return _ask(monitor, replica.world, members, "its state", get, once=once, partial=partial)
+    return _ask(monitor, replica.world, members, "its state", get, once=once, partial=partial, first=first)
 
 
 def _ask(
@@ -196,6 +227,7 @@ def _ask(
     patience: float = _STUCK,
     once: bool = False,
     partial: PartialState | None = None,
+    first: int = -1,
 ) -> tuple[int, T]:
     """Asks one member after the other. Returns the rank of the first that gives it, and what ``get`` returns.
 
@@ -209,12 +241,13 @@ def _ask(
         patience: seconds after which the next one is asked, though this one gives signs of life; at first.
         once: each member only once, and for ``_STUCK`` seconds in all.
         partial: what has come of it.
+        first: the rank of the member that is asked first, if it is one.
 
     Raises:
         PeerLostError: no member gives it.
     """
     partial = PartialState() if partial is None else partial
-    source: tuple[int, int] | None = None  # the member whose copy ``partial`` is
+    source = first, members().get(first, 0) if first >= 0 else 0  # the member whose copy ``partial`` is
     reasons: dict[int, str] = {}
     began = reached = time.monotonic()
     # And the seconds in which ``partial`` came. Others may wait in a call for a member that asks.

@@ -245,7 +245,7 @@ class Replica(ABC):
         """Goes on in the round of the others, if they have gone on without this replica. Called between two rounds."""
         before, target = self.engine.round, self.engine.round_of_others()
         # At the end of `join` the workers of a replica make no steps together.
-        self.engine.go_to(target if self._has_run_out else self.mates.agree_on(target))
+        self.engine.go_to(self.mates.agree_on(target, alone=self._has_run_out))
         if self.engine.round > before:
             self.cadence.fall_behind(self.engine.round)
 

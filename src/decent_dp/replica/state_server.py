@@ -186,7 +186,8 @@ class StateServer(Listener):
         monitor, replicas = self._monitor, self._replica.replicas
         processes: list[Asker] = [(rank, incarnation) for rank, incarnation in wanted]
         own = replicas.workers_of(replicas.place_of(asker[0])[0])
-        if asker not in processes or sorted(rank for rank, _ in processes) != sorted(own):
+        is_whole = sorted(rank for rank, _ in processes) == sorted(own)
+        if asker not in processes or not is_whole or not all(type(number) is int for _, number in processes):
             raise ValueError(
                 f"worker {asker[0]} wants seats for {str(wanted)[:200]}, and its replica is the workers {list(own)}"
             )
@@ -195,8 +196,10 @@ class StateServer(Listener):
                 return pack_message({"wait": f"worker {rank} lives"})
         assert monitor.epochs is not None
         with self._lock:
-            seats, _ = self._seats.get(asker) or ({one: monitor.epochs.offer(*one) for one in processes}, 0.0)
-            self._seats[asker] = seats, time.monotonic()
+            seats, _ = self._seats.get(asker, ({}, 0.0))
+            self._seats[asker] = seats, time.monotonic()  # first: what is offered is withdrawn if another offer fails
+            for process in processes:
+                seats[process] = seats.get(process) or monitor.epochs.offer(*process)
             if not all(future.done() for future in seats.values()):
                 return pack_message({"wait": "the members agree on an epoch"})
             del self._seats[asker]

@@ -49,8 +49,9 @@ class Replicas:
         """How many workers at this one's position are on its node, the node size for a topology of replicas."""
         if self.shards == 1:
             return local_world_size
-        position = self.place_of(rank)[1]
-        return sum(own[position] // local_world_size == rank // local_world_size for own in self.workers)
+        number, position = self.place_of(rank)
+        peers = {own[position] for own in (*self.workers, self.workers_of(number))}  # this one may have joined
+        return sum(peer // local_world_size == rank // local_world_size for peer in peers)
 
     def whole(self, ranks: Collection[int]) -> tuple[int, ...]:
         """The numbers of the replicas of which all workers are among ``ranks``, in ascending order."""
