@@ -15,11 +15,11 @@ import pytest
 from decent_dp.errors import WireError
 from decent_dp.faults import default_dead_after
 from decent_dp.topo import Edge
-from decent_dp.transport import mailbox as mailbox_module
+from decent_dp.transport import hints as hints_module
 from decent_dp.transport.handles import WireHandle
+from decent_dp.transport.hints import Hints
 from decent_dp.transport.link import LinkState, Pair, Receiving, Sending
 from decent_dp.transport.liveness import WireNeighbours
-from decent_dp.transport.mailbox import Mailbox
 from decent_dp.transport.messages import DATA, pack
 from decent_dp.transport.peer_errors import UnreachableError
 from decent_dp.transport.votes import ExchangeId, Verdict
@@ -187,22 +187,33 @@ def test_a_lost_connection_is_made_again(make, monkeypatch, near, refusals):
     assert len(refused) == refusals
 
 
-# -- notes -----------------------------------------------------------------------------------------------------------------
+# -- hints -----------------------------------------------------------------------------------------------------------------
 
 
-def test_old_notes_go_and_too_many_are_refused(monkeypatch):
-    box = Mailbox(lambda call: call())
+def test_old_hints_go_and_too_many_are_refused(monkeypatch):
+    hints = Hints()
     for round_ in range(10):
-        box.keep(1, (round_, 0, 1), b"note")
+        hints.keep(1, (round_, 0, 1), b"note")
     heard: list[list[bytes]] = []
-    box.when_hinted([1], (9, 0, 1), heard.append)
-    box.when_hinted([1], (2, 0, 1), heard.append)  # was dropped: it is waited for
+    hints.when_there([1], (9, 0, 1), heard.append)
+    hints.when_there([1], (2, 0, 1), heard.append)  # was dropped: it is waited for
     assert heard == [[b"note"]]
-    assert box.waits_for(1, (2, 0, 1))
-    box.forget(1, (2, 0, 1))
-    assert not box.waits_for(1, (2, 0, 1))
-    monkeypatch.setattr(mailbox_module, "_HINT_BYTES", 1000)
+    assert hints.lacks(1, (2, 0, 1))
+    hints.forget((2, 0, 1))
+    assert not hints.lacks(1, (2, 0, 1))
+    monkeypatch.setattr(hints_module, "_HINT_BYTES", 1000)
     for bucket in range(250):
-        box.keep(2, (0, bucket, 1), b"note")
+        hints.keep(2, (0, bucket, 1), b"note")
     with pytest.raises(WireError, match="worker 2 has sent more than 1000 bytes of hints"):
-        box.keep(2, (0, 250, 1), b"note")
+        hints.keep(2, (0, 250, 1), b"note")
+
+
+def test_an_exchange_begins_when_the_hints_of_all_are_there():
+    hints, heard = Hints(), list[list[bytes]]()
+    hints.keep(2, (3, 0, 1), b"of 2")
+    hints.when_there([1, 2], (3, 0, 1), heard.append)
+    assert (heard, hints.lacks(1, (3, 0, 1)), hints.lacks(2, (3, 0, 1))) == ([], True, False)
+    hints.keep(1, (3, 1, 1), b"of another bucket")
+    assert heard == []
+    hints.keep(1, (3, 0, 1), b"of 1")
+    assert heard == [[b"of 1", b"of 2"]]

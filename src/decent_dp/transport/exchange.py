@@ -71,7 +71,7 @@ class WireExchanges:
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         others = sorted(rank for rank in edge.ranks if rank != self._rank)
-        self._wire.refuse_failed()
+        self._wire.commands.refuse_failed()
         for peer in others:
             self._wire.connect(peer)
         handle = WireHandle(request, others, self.policy, self._wire, self._explains(request.exchange_id))
@@ -128,10 +128,8 @@ class WireExchanges:
             key = key_of(request.exchange_id, HINT)
             for peer in others:
                 self._wire.send_hint(peer, key, request.hint)
-            self._wire.mailbox.when_hinted(others, key, _on_this_stream(schedule, request.sent))
-            if handle.pairs and handle.failed:  # in the meantime
-                for peer in others:
-                    self._wire.mailbox.forget(peer, key)
+            then = _on_this_stream(schedule, request.sent)
+            self._wire.call(lambda: None if handle.pairs and handle.failed else self._wire.hints.when_there(others, key, then))
         else:
             schedule([])
         return handle

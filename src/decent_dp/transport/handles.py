@@ -91,7 +91,7 @@ class WireHandle(Handle):
             self.arrive()
             return
         self.verdict, self._error_peer = verdict, peer
-        self._wire.mailbox.forget(peer, key_of(self.exchange_id, HINT))
+        self._wire.hints.forget(key_of(self.exchange_id, HINT))
         self._read.set()
         self._done.set()
 
@@ -135,7 +135,7 @@ class WireHandle(Handle):
     def missing(self) -> list[int]:
         """The workers that keep the exchange waiting, as far as this worker can know."""
         hint = key_of(self.exchange_id, HINT)
-        without_hint = [peer for peer in self.others if self._wire.mailbox.waits_for(peer, hint)]
+        without_hint = [peer for peer in self.others if self._wire.hints.lacks(peer, hint)]
         slots = {peer: self._wire.open_slots(peer, hint[:2]) for peer in self.others}
         behind = [peer for peer in self.others if any(slot % 2 == 0 for slot in slots[peer])]
         # A peer that has begun and sends no mean waits for another worker.

@@ -20,16 +20,19 @@ from __future__ import annotations
 import hmac
 import secrets
 import struct
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from decent_dp.transport.messages import VERSION
 from decent_dp.transport.peer_errors import GreetingError
+from decent_dp.transport.sockets import Curve
 
 __all__ = [
     "BULK",
     "CONTROL",
     "CROSSING",
     "REPLACED",
+    "Credentials",
     "CrossingError",
     "Dialled",
     "Identity",
@@ -82,6 +85,25 @@ class Identity:
     def __post_init__(self) -> None:
         if (len(self.run_id), len(self.uid)) != (16, 8):
             raise ValueError(f"run_id and uid have {len(self.run_id)} and {len(self.uid)} bytes, and must have 16 and 8")
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """With what this worker proves who it is, and tells others of its run from strangers.
+
+    Attributes:
+        identity: this worker's.
+        secret: with which workers prove that they are of this run.
+        curve: this worker's keys.
+        known: the public keys of workers, as far as they are known.
+        is_known: whether the store has a public key; blocking, and raises OSError or RuntimeError.
+    """
+
+    identity: Identity
+    secret: bytes = field(repr=False)
+    curve: Curve
+    known: set[bytes]
+    is_known: Callable[[bytes], bool]
 
 
 def _prove(secret: bytes, label: bytes, *said: bytes) -> bytes:

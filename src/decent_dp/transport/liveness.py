@@ -84,10 +84,10 @@ class WireNeighbours(Neighbours, Policy):
             self._wire.call(partial(self._flow.settlement.skip, peer, exchange_id.round, exchange_id.bucket))
 
     def fail(self, error: Exception) -> None:
-        self._wire.fail(error)
+        self._wire.commands.fail(error)
 
     def refuse_failed(self) -> None:
-        self._wire.refuse_failed()
+        self._wire.commands.refuse_failed()
 
     def announce(self, round_: int) -> None:
         self._flow.paused = False

@@ -24,7 +24,7 @@ from decent_dp.transport.base import Control, ExchangeRequest, Handle, Transport
 from decent_dp.transport.closed_group import close_default_group
 from decent_dp.transport.collectives import Collectives, needs_all
 from decent_dp.transport.exchange import WireExchanges
-from decent_dp.transport.hello import Identity, password
+from decent_dp.transport.hello import Credentials, Identity, password
 from decent_dp.transport.in_process import InProcessTransport
 from decent_dp.transport.liveness import WireNeighbours
 from decent_dp.transport.nccl import AllReduceGroups, NcclPairs
@@ -196,19 +196,15 @@ class ProcessGroupTransport(Transport):
         errors = {rank: text for rank, text in self._gather_at_start(error).items() if text}
         if errors or sockets is None:
             raise RuntimeError(" ".join(f"Worker {rank}: {text}" for rank, text in errors.items()))
+        identity = Identity(bytes.fromhex(shared.run_id), shared.rank, secrets.token_bytes(8), shared.incarnation)
         self._wire = Wire(
-            Identity(bytes.fromhex(shared.run_id), shared.rank, secrets.token_bytes(8), shared.incarnation),
-            shared.proof,
+            Credentials(identity, shared.proof, shared.curve, set(shared.keys), lambda key: shared.knows(key, _LOOK_UP)),
             range(shared.world_size),
             shared.local,
             sockets,
             listeners,
-            shared.curve,
-            set(shared.keys),
             lambda peer, incarnation: find(self._rendezvous, peer, self._dial_seconds, incarnation, dead_after),
-            lambda key: shared.knows(key, _LOOK_UP),
             self.timeout,
-            dead_after,
         )
         self._known = WireNeighbours(self._wire, shared.rank, dead_after, self.timeout)
         self._control = self._collectives("start", _START, None)
