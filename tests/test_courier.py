@@ -7,8 +7,7 @@ import threading
 import pytest
 
 from decent_dp.transport.courier import Courier
-from decent_dp.transport.link import Key
-from decent_dp.transport.messages import ACK, BLOCKS
+from decent_dp.transport.messages import ACK, BLOCKS, Key
 
 
 @pytest.fixture

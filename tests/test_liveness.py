@@ -18,10 +18,10 @@ from decent_dp.topo import Edge
 from decent_dp.transport import hints as hints_module
 from decent_dp.transport.handles import WireHandle
 from decent_dp.transport.hints import Hints
-from decent_dp.transport.link import LinkState, Pair, Receiving, Sending
 from decent_dp.transport.liveness import WireNeighbours
 from decent_dp.transport.messages import DATA, pack
 from decent_dp.transport.peer_errors import UnreachableError
+from decent_dp.transport.peer_link import LinkState, PairExchange, Receiving, Sending
 from decent_dp.transport.votes import ExchangeId, Verdict
 from tests.wires import Net, wait_for
 
@@ -135,7 +135,7 @@ def test_a_doubt_is_waited_for_as_long_as_a_silence_and_then_counted(make):
     for rank, settle in ((0, partial(handle.settle, 1)), (1, verdicts.append)):
         memory = memoryview(bytearray(100))
         sending = Sending(1 - rank, (0, 0, 0), memory, lambda: None, print, ready=100)
-        pair = Pair(Receiving(1 - rank, (0, 0, 0), memoryview(bytearray(100)), lambda: None, print), sending, settle)
+        pair = PairExchange(Receiving(1 - rank, (0, 0, 0), memoryview(bytearray(100)), lambda: None, print), sending, settle)
         if rank == 0:
             handle.pairs.append(pair)
         two.net.wires[rank].open(pair)
@@ -152,7 +152,7 @@ def test_a_peer_that_sends_what_was_not_due_costs_its_edge_and_no_more(make):
     errors: list[BaseException] = []
     key, data = (0, 0, 0), memoryview(bytearray(40_000))
     sending = Sending(1, key, data, lambda: None, errors.append, ready=len(data))
-    two.net.wires[0].open(Pair(Receiving(1, key, data, lambda: None, errors.append), sending, verdicts.append))
+    two.net.wires[0].open(PairExchange(Receiving(1, key, data, lambda: None, errors.append), sending, verdicts.append))
     wait_for(lambda: bool(two.link.pairs))
     two.there(lambda flow: flow.link(0).bulk.send(pack(DATA, key, 0, 30_000, 10, len(data)), b"x" * 10))
     wait_for(lambda: verdicts == [Verdict.NEITHER])

@@ -26,12 +26,11 @@ import decent_dp
 from decent_dp.errors import WireError
 from decent_dp.topo import Edge
 from decent_dp.transport import ProcessGroupTransport, addresses, rendezvous
-from decent_dp.transport.channels import Channel, Link, Network, Rate
 from decent_dp.transport.flow import Flow
 from decent_dp.transport.hello import CONTROL, password
-from decent_dp.transport.link import LinkState, Receiving, Sending
 from decent_dp.transport.messages import DATA, HEADER_BYTES, HELLO, HINT, LARGEST_FRAME, OFFERS, START, pack, unpack
 from decent_dp.transport.peer_errors import UnreachableError
+from decent_dp.transport.peer_link import Channel, LinkState, Network, PeerLink, Rate, Receiving, Sending
 from decent_dp.transport.polling import Polling
 from decent_dp.transport.sockets import _OPEN, Curve, Event, Sockets, _inode_of
 from decent_dp.transport.wire import Reader
@@ -752,7 +751,7 @@ def test_a_worker_of_another_version_is_named():
 
 def test_the_latency_is_that_of_requests():
     """Not of bytes that were asked for before the peer was in the exchange."""
-    link = Link(1, Network(local=False))
+    link = PeerLink(1, Network(local=False))
     link.count_wanted(100)
     assert link.asked is None
     link.count_wanted(-100)

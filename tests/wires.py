@@ -15,9 +15,10 @@ from typing import Any
 from decent_dp.transport.addresses import probe
 from decent_dp.transport.dialling import Target
 from decent_dp.transport.hello import Credentials, Identity, password
-from decent_dp.transport.link import Key, Receiving, Sending
 from decent_dp.transport.listening import Doorman
+from decent_dp.transport.messages import Key
 from decent_dp.transport.peer_errors import UnreachableError
+from decent_dp.transport.peer_link import Receiving, Sending
 from decent_dp.transport.sockets import Curve, Sockets
 from decent_dp.transport.wire import Wire
 

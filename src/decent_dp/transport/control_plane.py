@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from decent_dp.errors import WireError
-from decent_dp.transport.agreement import NO_ROUND, Agreements, View
-from decent_dp.transport.courier import Courier, Couriers
-from decent_dp.transport.link import Key
-from decent_dp.transport.messages import AGREEMENT
+from decent_dp.transport.agreement import NO_ROUND, Agreements, PeerView
+from decent_dp.transport.courier import Courier, channel_of
+from decent_dp.transport.messages import AGREEMENT, Key
 
 __all__ = ["ControlPlane"]
 
@@ -22,7 +21,7 @@ _ASK = 0.5
 
 
 class ControlPlane:
-    """Moves the notes of ``Agreements`` and of a ``Courier``.
+    """Moves the notes of ``agreements`` and of a ``Courier`` for each channel.
 
     Args:
         call: runs a function in the transport's thread.
@@ -36,14 +35,14 @@ class ControlPlane:
         world_size: int,
         call: Callable[[Callable[[], None]], None],
         send_note: Callable[[int, Key, bytes], None],
-        view: Callable[[int], View],
+        view: Callable[[int], PeerView],
         connect: Callable[[int], None],
         first_round: Callable[[int], int] = lambda peer: -1,
         incarnation: int = 0,
     ) -> None:
-        self._call, self.view, self._connect = call, view, connect
-        self._couriers = Couriers(lambda peer, key, block: call(lambda: send_note(peer, key, block)))
-        self._agreements = Agreements(
+        self._call, self._send_note, self.view, self._connect = call, send_note, view, connect
+        self._couriers: dict[int, Courier] = {}
+        self.agreements = Agreements(
             rank,
             world_size,
             view,
@@ -68,27 +67,21 @@ class ControlPlane:
         def propose() -> None:
             with self._lock:
                 self._futures.setdefault(name, []).append(future)
-            self._agreements.propose(name, text, round_=round_, among=among, asks=asks)
+            self.agreements.propose(name, text, round_=round_, among=among, asks=asks)
             self._look_soon()
 
         self._call(propose)
         return future
 
     def courier(self, channel: int) -> Courier:
-        """``Couriers.of``."""
-        return self._couriers.of(channel)
+        return self._couriers.setdefault(channel, Courier(self._send_block, channel))
 
-    def heard(self, name: str) -> list[str]:
-        """``Agreements.heard``."""
-        return self._agreements.heard(name)
-
-    def is_asked(self, name: str) -> bool:
-        """``Agreements.is_asked``."""
-        return self._agreements.is_asked(name)
+    def _send_block(self, peer: int, key: Key, block: bytes) -> None:
+        self._call(lambda: self._send_note(peer, key, block))
 
     def missing(self, name: str) -> list[int]:
-        """The workers that an agreement waits for, as far as this one knows."""
-        return self._agreements.missing(name)
+        """``Agreements.missing``."""
+        return self.agreements.missing(name)
 
     def connect(self, peer: int) -> None:
         """A connection is needed."""
@@ -103,30 +96,19 @@ class ControlPlane:
             WireError: it is none of those that are sent here.
         """
         if key[1] != AGREEMENT:
-            self._couriers.hear(peer, key, text)
+            self.courier(channel_of(key)).hear(peer, key, text)
             return
         try:
-            self._agreements.hear(peer, text)
+            self.agreements.hear(peer, text)
         except ValueError as error:
             raise WireError(f"worker {peer} sent {error}") from error
         self._look_soon()
 
-    def renew(self, peer: int, incarnation: int) -> None:
-        """Another process is this worker now."""
-        self._agreements.renew(peer, incarnation)
-
     def reconnected(self, peer: int) -> None:
         """A connection was made, perhaps in place of a lost one."""
-        self._couriers.reconnected(peer)
-        self._agreements.reconnected(peer)
-
-    def leave(self) -> None:
-        """``Agreements.leave``."""
-        self._agreements.leave()
-
-    def departed(self, peer: int) -> None:
-        """``Agreements.departed``."""
-        self._agreements.departed(peer)
+        for courier in list(self._couriers.values()):
+            courier.reconnected(peer)
+        self.agreements.reconnected(peer)
 
     def close(self, cause: BaseException | None = None) -> None:
         """Nothing is decided any more. ``cause``: why, if it is not the end of the run."""
@@ -142,13 +124,13 @@ class ControlPlane:
         now = time.monotonic()
         if now >= self._look_at:
             again = now >= self._ask_at
-            self._agreements.look(again=again)
-            self._look_at = now + _LOOK if self._agreements.waiting else math.inf
+            self.agreements.look(again=again)
+            self._look_at = now + _LOOK if self.agreements.waiting else math.inf
             self._ask_at = now + _ASK if again else self._ask_at
         return self._look_at
 
     def _look_soon(self) -> None:
-        if self._agreements.waiting and self._look_at == math.inf:
+        if self.agreements.waiting and self._look_at == math.inf:
             now = time.monotonic()
             self._look_at, self._ask_at = now + _LOOK, now + _ASK
 

@@ -6,10 +6,9 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from decent_dp.transport.link import Key
-from decent_dp.transport.messages import ACK, BLOCKS
+from decent_dp.transport.messages import ACK, BLOCKS, Key
 
-__all__ = ["Courier", "Couriers"]
+__all__ = ["Courier", "channel_of"]
 
 # Blocks that are sent before the first of them is acknowledged.
 _WINDOW = 2
@@ -19,22 +18,8 @@ _CHANNEL = 56
 _CHECK = 0.05
 
 
-class Couriers:
-    """One for each channel: collectives of other members, or of another time, which have numbers of their own. Any thread."""
-
-    def __init__(self, send: Callable[[int, Key, bytes], None]) -> None:
-        self._send = send
-        self._couriers: dict[int, Courier] = {}
-
-    def of(self, channel: int) -> Courier:
-        return self._couriers.setdefault(channel, Courier(self._send, channel << _CHANNEL))
-
-    def hear(self, peer: int, key: Key, block: bytes) -> None:
-        self.of(key[0] >> _CHANNEL).hear(peer, key, block)
-
-    def reconnected(self, peer: int) -> None:
-        for courier in list(self._couriers.values()):
-            courier.reconnected(peer)
+def channel_of(key: Key) -> int:
+    return key[0] >> _CHANNEL
 
 
 class Courier:
@@ -45,11 +30,11 @@ class Courier:
 
     Args:
         send: sends a note to a worker; any thread may call it.
-        base: is added to the numbers of collectives.
+        channel: of collectives of other members, or of another time, which have numbers of their own.
     """
 
-    def __init__(self, send: Callable[[int, Key, bytes], None], base: int = 0) -> None:
-        self._send, self._base = send, base
+    def __init__(self, send: Callable[[int, Key, bytes], None], channel: int = 0) -> None:
+        self._send, self._base = send, channel << _CHANNEL
         self._changed = threading.Condition()
         self._number = -1
         # By worker: blocks that were sent and not acknowledged, by their number; and how many were sent.

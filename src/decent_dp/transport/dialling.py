@@ -13,13 +13,12 @@ from functools import partial
 import zmq
 
 from decent_dp.errors import WireError
-from decent_dp.transport.channels import Channel
 from decent_dp.transport.commands import Commands
 from decent_dp.transport.flow import Flow
 from decent_dp.transport.hello import BULK, CONTROL, Credentials, CrossingError, Dialled, Identity, ReplacedError
-from decent_dp.transport.link import LinkState
 from decent_dp.transport.messages import HELLO, REFUSED, pack, unpack
 from decent_dp.transport.peer_errors import GreetingError, UnreachableError
+from decent_dp.transport.peer_link import Channel, LinkState
 from decent_dp.transport.polling import Polling
 from decent_dp.transport.sockets import Event, Socket, Sockets, rest_of
 
@@ -29,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 # Seconds between two tries at first: few, as the sockets of a process that is killed do not all close at once.
 _FIRST = 0.02
-# And at most.
+# Seconds between two tries at most: each costs a thread and a probe.
 _LAST = 0.5
 # Of two workers that want a connection one dials at once. Seconds until the other one dials, too: it may be the one that gets
 # through, where a firewall is between them.

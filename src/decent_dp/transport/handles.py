@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from decent_dp.errors import WireError
-from decent_dp.transport.base import ExchangeRequest, Handle
-from decent_dp.transport.link import Key, Pair
-from decent_dp.transport.messages import HINT
+from decent_dp.transport.interface import ExchangeRequest, Handle
+from decent_dp.transport.messages import HINT, Key
+from decent_dp.transport.peer_link import PairExchange
 from decent_dp.transport.votes import ExchangeId, Verdict
 from decent_dp.transport.wire import Wire
 
@@ -55,7 +55,7 @@ class WireHandle(Handle):
     ) -> None:
         self.exchange_id, self.others, self.explain = request.exchange_id, others, explain
         self._policy, self._wire = policy, wire
-        self.pairs: list[Pair] = []
+        self.pairs: list[PairExchange] = []
         self.started = wire.now()
         self._left = 0
         self._done, self._read = threading.Event(), threading.Event()

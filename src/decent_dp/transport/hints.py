@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from decent_dp.errors import WireError
-from decent_dp.transport.link import Key
+from decent_dp.transport.messages import Key
 
 __all__ = ["Hints"]
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import zmq
 
-from decent_dp.transport.channels import Channel
 from decent_dp.transport.commands import Commands
 from decent_dp.transport.hello import Credentials, Identity, Visitor
 from decent_dp.transport.messages import HEADER_BYTES, HELLO, REFUSED, pack
+from decent_dp.transport.peer_link import Channel
 from decent_dp.transport.sockets import Event, Socket, Sockets
 
 __all__ = ["Doorman"]

@@ -14,10 +14,9 @@ from functools import partial
 from typing import TypeVar
 
 from decent_dp.topo import Edge
-from decent_dp.transport.channels import Link
 from decent_dp.transport.handles import PeerExplain, Policy, WireHandle
-from decent_dp.transport.link import LinkState, Pair
 from decent_dp.transport.neighbours import Neighbours
+from decent_dp.transport.peer_link import LinkState, PairExchange, PeerLink
 from decent_dp.transport.sockets import SILENT
 from decent_dp.transport.votes import ExchangeId
 from decent_dp.transport.wire import Wire
@@ -207,7 +206,7 @@ class WireNeighbours(Neighbours, Policy):
         is_late = self._wire.patience(pair.receiving.peer, now) > 0 and now >= self.expected_end(pair, now)
         self._run(lambda: settlement.abandon(pair, late=is_late))
 
-    def _end_of_doubt(self, pair: Pair) -> float:
+    def _end_of_doubt(self, pair: PairExchange) -> float:
         if not pair.voted:
             return math.inf
         peer = pair.receiving.peer
@@ -232,8 +231,8 @@ class WireNeighbours(Neighbours, Policy):
         self._wire.call(run)
         return future.result()
 
-    def expected_end(self, pair: Pair, began: float) -> float:
-        """When an exchange is late (``Link.expected_end``), on the monotonic clock. ``began``: when the wait did.
+    def expected_end(self, pair: PairExchange, began: float) -> float:
+        """When an exchange is late (``PeerLink.expected_end``), on the monotonic clock. ``began``: when the wait did.
 
         Messages are late only if their peer was heard since then: it is asked for a sign of life, and answers it at once. So a
         peer that is stopped is waited for until it is silent. Where exchanges are slow, a peer that is not in this one yet is
@@ -264,5 +263,5 @@ class WireNeighbours(Neighbours, Policy):
     def _others(self, edge: Edge) -> list[int]:
         return [rank for rank in edge.ranks if rank != self._rank]
 
-    def _peers(self, chosen: Callable[[Link], bool]) -> list[int]:
+    def _peers(self, chosen: Callable[[PeerLink], bool]) -> list[int]:
         return sorted(link.peer for link in list(self._flow.links.values()) if chosen(link))

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 from decent_dp.topo import Edge
 from decent_dp.transport.agreement import NO_ROUND
-from decent_dp.transport.base import Control, ExchangeRequest, Handle, Transport
+from decent_dp.transport.interface import Control, ExchangeRequest, Handle, Transport
 
 __all__ = ["Peers"]
 

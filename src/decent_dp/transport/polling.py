@@ -7,7 +7,7 @@ from typing import Any
 
 import zmq
 
-from decent_dp.transport.channels import Channel
+from decent_dp.transport.peer_link import Channel
 from decent_dp.transport.sockets import Socket, Sockets
 
 __all__ = ["Polling"]

@@ -10,11 +10,10 @@ from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from typing import TypeAlias
 
-from decent_dp.transport.channels import Channel, Link
 from decent_dp.transport.commands import Commands
 from decent_dp.transport.flow import Flow
-from decent_dp.transport.link import Key, LinkState
-from decent_dp.transport.messages import ANSWERS, STATE, Header, pack
+from decent_dp.transport.messages import ANSWERS, STATE, Header, Key, pack
+from decent_dp.transport.peer_link import Channel, LinkState, PeerLink
 from decent_dp.transport.repeats import Repeats
 from decent_dp.transport.waiter import start_thread
 
@@ -38,7 +37,7 @@ class Requests:
     def __init__(self, flow: Flow, commands: Commands, want: Callable[[int], None]) -> None:
         self._flow, self._commands, self._want = flow, commands, want
         self._answer: Answer | None = None
-        self._waiting: queue.Queue[tuple[Link, Channel, Key, bytes] | None] = queue.Queue(_MOST_WAITING)
+        self._waiting: queue.Queue[tuple[PeerLink, Channel, Key, bytes] | None] = queue.Queue(_MOST_WAITING)
         self._errors = Repeats()
         self._number = 0
 
@@ -75,7 +74,7 @@ class Requests:
 
     # -- in the transport's thread --------------------------------------------------------------------------------------
 
-    def hear(self, link: Link, channel: Channel, header: Header, body: bytes) -> None:
+    def hear(self, link: PeerLink, channel: Channel, header: Header, body: bytes) -> None:
         """A STATE has come."""
         if header.flags & ANSWERS:
             _, answer = link.questions.pop(header.key[0], (b"", None))

@@ -16,18 +16,17 @@ from typing import Any
 import zmq
 
 from decent_dp.errors import WireError
-from decent_dp.transport.agreement import View
-from decent_dp.transport.channels import Channel, Link
+from decent_dp.transport.agreement import PeerView
 from decent_dp.transport.commands import Commands
 from decent_dp.transport.control_plane import ControlPlane
 from decent_dp.transport.dialling import Dialler, Target
 from decent_dp.transport.flow import Flow
 from decent_dp.transport.hello import CROSSING, REPLACED, Credentials, Identity
 from decent_dp.transport.hints import Hints
-from decent_dp.transport.link import Key, LinkState, Pair, Receiving, Sending
 from decent_dp.transport.listening import Doorman
-from decent_dp.transport.messages import BYE, DATA, STATE, Header, pack, unpack
+from decent_dp.transport.messages import BYE, DATA, STATE, Header, Key, pack, unpack
 from decent_dp.transport.peer_errors import SilentError
+from decent_dp.transport.peer_link import Channel, LinkState, PairExchange, PeerLink, Receiving, Sending
 from decent_dp.transport.polling import Polling
 from decent_dp.transport.requests import Requests
 from decent_dp.transport.sockets import SILENT, Socket, Sockets, rest_of
@@ -123,10 +122,10 @@ class Wire:
 
     def is_connected(self, peer: int) -> bool:
         """Whether there is a connection. Waits until it is made, or the peer counts as dead."""
-        while (view := self._view(peer)) in (View.UNKNOWN, View.PENDING):
+        while (view := self._view(peer)) in (PeerView.UNKNOWN, PeerView.PENDING):
             self.commands.refuse_failed()
             time.sleep(_LOOK / 50)
-        return view is View.LINKED
+        return view is PeerView.LINKED
 
     def has_ended(self, peer: int) -> bool:
         """Whether the connection is lost, and nobody listens at the address of this worker any more."""
@@ -159,15 +158,15 @@ class Wire:
                 self._expected.add(peer)
                 self.flow.renew(peer, incarnation, start)
                 self.hints.drop(peer)
-                self.control_plane.renew(peer, incarnation)
+                self.control_plane.agreements.renew(peer, incarnation)
                 self.flow.take_joiner(peer)
 
         self.call(renew)
 
-    def open(self, pair: Pair) -> None:
+    def open(self, pair: PairExchange) -> None:
         self.call(lambda: self.flow.settlement.open(pair))
 
-    def drop(self, pair: Pair) -> None:
+    def drop(self, pair: PairExchange) -> None:
         self.call(lambda: self.flow.settlement.drop(pair))
 
     def send(self, sending: Sending) -> None:
@@ -330,16 +329,16 @@ class Wire:
     def _hear_call(self, peer: int, key: Key, text: bytes) -> None:
         self.control_plane.hear(peer, key, text)
 
-    def _view(self, peer: int) -> View:
+    def _view(self, peer: int) -> PeerView:
         """What the control plane is to know of a peer; any thread may ask."""
         link = self.flow.links.get(peer)
         if link is None or link.state is LinkState.NEW:
-            return View.UNKNOWN
+            return PeerView.UNKNOWN
         if link.silence(self.now()) >= self._dead_after:
-            return View.LOST
+            return PeerView.LOST
         if link.state is LinkState.OPEN and self.patience(peer, 0.0) > 0:
-            return View.LINKED
-        return View.PENDING
+            return PeerView.LINKED
+        return PeerView.PENDING
 
     def _first_round(self, peer: int) -> int:
         link = self.flow.links.get(peer)
@@ -382,7 +381,7 @@ class Wire:
         """Whether it is of a process that is no member yet, as far as this worker knows."""
         return worker.incarnation > self.incarnation_of(worker.rank)
 
-    def _hang_up(self, link: Link) -> None:
+    def _hang_up(self, link: PeerLink) -> None:
         for channel in link.channels:
             if channel not in self._leaving:
                 self._polling.hang_up(channel)
@@ -410,7 +409,7 @@ class Wire:
                 self.flow.beat(link)
             self._judge(link, now)
 
-    def _judge(self, link: Link, now: float) -> None:
+    def _judge(self, link: PeerLink, now: float) -> None:
         brought = max(link.moved, link.since, link.busy)
         if link.state is LinkState.OPEN and link.pairs and link.outstanding and now - brought > self._dead_after:
             # The control connection lives, and the peer neither sends what it has offered nor moves an earlier exchange.
@@ -423,16 +422,16 @@ class Wire:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _say_bye(self) -> None:
-        self.control_plane.leave()
+        self.control_plane.agreements.leave()
         for link in self.flow.links.values():
             if link.state is LinkState.OPEN and link.control is not None:
                 link.control.send(pack(BYE))
 
-    def _hear_bye(self, link: Link, channel: Channel, header: Header) -> None:
+    def _hear_bye(self, link: PeerLink, channel: Channel, header: Header) -> None:
         link.left = True
         if header.flags == _ANSWER:
             return
-        self.control_plane.departed(link.peer)
+        self.control_plane.agreements.departed(link.peer)
         channel.send(pack(BYE, flags=_ANSWER))
         for left in link.channels:
             self._leaving[left] = time.monotonic() + _LINGER
@@ -479,8 +478,8 @@ class Reader:
         flow: Flow,
         doorman: Doorman,
         dialler: Dialler,
-        on_bye: Callable[[Link, Channel, Header], None],
-        on_state: Callable[[Link, Channel, Header, bytes], None],
+        on_bye: Callable[[PeerLink, Channel, Header], None],
+        on_state: Callable[[PeerLink, Channel, Header, bytes], None],
     ) -> None:
         self._polling, self._flow, self._doorman, self._dialler = polling, flow, doorman, dialler
         self._on_bye, self._on_state = on_bye, on_state
@@ -538,13 +537,13 @@ class Reader:
             rest_of(stream)
             self._flow.fail(link, error)
 
-    def _is_member(self, link: Link) -> bool:
+    def _is_member(self, link: PeerLink) -> bool:
         """Whether the peer may send more than STATE. To a process that joins it does so from when on it is a member there."""
         if link.joining is not None and self._flow.links.get(link.peer) is link:
             self._flow.open(link, link.uid, *link.joining)
         return link.state is LinkState.OPEN
 
-    def _take_data(self, link: Link, header: Header, stream: Any) -> None:
+    def _take_data(self, link: PeerLink, header: Header, stream: Any) -> None:
         memory = self._flow.memory_for(link, header)
         if memory is None:
             rest_of(stream)

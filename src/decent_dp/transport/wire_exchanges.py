@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from decent_dp.topo import Edge
-from decent_dp.transport.base import ExchangeRequest, Explain, Handle
-from decent_dp.transport.groups import BufferPool, GroupExchange, bytes_of
+from decent_dp.transport.groups import BufferPool, GroupExchange, bytes_of, group_by_node
 from decent_dp.transport.handles import WHOLE, AllNeeded, PeerExplain, Policy, WireHandle, key_of
-from decent_dp.transport.link import Pair, Receiving, Sending
+from decent_dp.transport.host_messages import HostMessages
+from decent_dp.transport.interface import ExchangeRequest, Explain, Handle
 from decent_dp.transport.messages import HINT
-from decent_dp.transport.reduction_tree import group_by_node
-from decent_dp.transport.staging import Staging
+from decent_dp.transport.peer_link import PairExchange, Receiving, Sending
 from decent_dp.transport.streams import on_stream, profiled
 from decent_dp.transport.votes import ExchangeId
 from decent_dp.transport.waiter import Waiter
@@ -149,8 +148,8 @@ class WireExchanges:
             del self._counted[next(iter(self._counted))]
         return first
 
-    def _stage(self, request: ExchangeRequest, handle: WireHandle) -> Staging:
-        staging = Staging(request, self._copied.get(request.exchange_id.bucket))
+    def _stage(self, request: ExchangeRequest, handle: WireHandle) -> HostMessages:
+        staging = HostMessages(request, self._copied.get(request.exchange_id.bucket))
 
         def finish() -> None:
             handle.flags = staging.flags
@@ -190,7 +189,7 @@ class _Swap:
             sending = Sending(peer, key, sent, _nothing, failed, ahead)
             receiving = Receiving(peer, key, bytes_of(received), _nothing, failed, behind, sources=len(others))
             self._sendings.append(sending)
-            handle.pairs.append(Pair(receiving, sending, partial(handle.settle, peer)))
+            handle.pairs.append(PairExchange(receiving, sending, partial(handle.settle, peer)))
         for pair in handle.pairs:
             wire.open(pair)
 
