@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from decent_dp.transport.courier import Courier
+from decent_dp.transport.control_plane import Courier
 from decent_dp.transport.messages import ACK, BLOCKS, Key
 
 

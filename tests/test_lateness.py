@@ -72,7 +72,7 @@ def test_who_does_not_answer_is_waited_for_no_longer_than_the_silent(link, monke
     """Its connection lives, as libzmq answers by itself, and its interpreter does nothing. In the exchange it is waited for,
     as giving up bytes on their way would cost the connection."""
     asked, now = [], 100.0
-    flow = SimpleNamespace(links={1: link}, epoch=0, settlement=SimpleNamespace(ask_for_life=asked.append))
+    flow = SimpleNamespace(links={1: link}, epoch=0, beat=lambda of, ask: asked.append(of))
     wire = SimpleNamespace(call=lambda command: command(), now=lambda: now, flow=flow)
     neighbours = WireNeighbours(wire, 0, 10.0, 60.0)  # type: ignore[arg-type]
     pair, end = new_pair(8, joined=joined), 100.0 + (4 * USUAL if joined else 0.5)

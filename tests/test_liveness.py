@@ -61,6 +61,10 @@ class Two:
         """Calls it with the second worker's flow, in its thread."""
         self.net.wires[1].call(lambda: call(self.net.wires[1].flow))
 
+    def open(self, rank: int, pair: PairExchange) -> None:
+        wire = self.net.wires[rank]
+        wire.call(lambda: wire.flow.settlement.open(pair))
+
     def end(self) -> None:
         """The second worker's process ends."""
         self.net.wires[1].close(says_bye=False)
@@ -138,7 +142,7 @@ def test_a_doubt_is_waited_for_as_long_as_a_silence_and_then_counted(make):
         pair = PairExchange(Receiving(1 - rank, (0, 0, 0), memoryview(bytearray(100)), lambda: None, print), sending, settle)
         if rank == 0:
             handle.pairs.append(pair)
-        two.net.wires[rank].open(pair)
+        two.open(rank, pair)
     began = time.monotonic()
     handle.wait()
     assert 0.5 < time.monotonic() - began < 1.5
@@ -152,7 +156,7 @@ def test_a_peer_that_sends_what_was_not_due_costs_its_edge_and_no_more(make):
     errors: list[BaseException] = []
     key, data = (0, 0, 0), memoryview(bytearray(40_000))
     sending = Sending(1, key, data, lambda: None, errors.append, ready=len(data))
-    two.net.wires[0].open(PairExchange(Receiving(1, key, data, lambda: None, errors.append), sending, verdicts.append))
+    two.open(0, PairExchange(Receiving(1, key, data, lambda: None, errors.append), sending, verdicts.append))
     wait_for(lambda: bool(two.link.pairs))
     two.there(lambda flow: flow.link(0).bulk.send(pack(DATA, key, 0, 30_000, 10, len(data)), b"x" * 10))
     wait_for(lambda: verdicts == [Verdict.NEITHER])

@@ -703,7 +703,7 @@ def test_hints_are_of_buckets_that_there_can_be():
     net = Net(2)
     try:
         net.connect()
-        net.wires[1].send_hint(0, (0, 2**20, HINT), b"")
+        net.wires[1].call(lambda: net.wires[1].flow.send_hint(0, (0, 2**20, HINT), b""))
         late = receive(net.wires[0], 1, (0, 0, 2), 1000)
         with pytest.raises(WireError, match="too many"):
             late.result(SECONDS)

@@ -143,7 +143,7 @@ def send(wire: Wire, peer: int, key: Key, data: bytes, ready: int | None = None)
     sending = Sending(
         peer, key, memoryview(data), lambda: future.set_result(None), lambda error: future.set_exception(error), ready=length
     )
-    wire.send(sending)
+    wire.call(lambda: wire.flow.add_sending(sending))
     return sending, future
 
 
@@ -155,7 +155,8 @@ def receive(wire: Wire, peer: int, key: Key, size: int) -> Future[bytes]:
         if not future.done():
             future.set_exception(error)
 
-    wire.receive(Receiving(peer, key, memoryview(memory), lambda: future.set_result(bytes(memory)), fail))
+    receiving = Receiving(peer, key, memoryview(memory), lambda: future.set_result(bytes(memory)), fail)
+    wire.call(lambda: wire.flow.add_receiving(receiving))
     return future
 
 

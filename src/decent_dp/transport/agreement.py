@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 __all__ = ["NO_ROUND", "Agreements", "PeerView"]
@@ -333,10 +333,9 @@ class Agreements:
                 if agreement.via[rank] == rank != decider and (statement.stands_by == decider or rank in self._departed):
                     self._say(decider, name, agreement, rank, statement, decider)
 
-    def _say(self, to: int, name: str, agreement: _Open, rank: int, statement: _Statement, decider: int | None = None) -> None:
+    def _say(self, to: int, name: str, agreement: _Open, rank: int, statement: _Statement, decider: int | None) -> None:
         """Sends the statement of worker ``rank``, unless it was sent there."""
-        stands_by = self._rank if decider is None else decider
-        statement = _Statement(statement.text, stands_by, statement.round, statement.incarnation, statement.asks)
+        statement = replace(statement, stands_by=self._rank if decider is None else decider)
         if agreement.sent.get(rank) != (to, statement):
             agreement.sent[rank] = to, statement
             parts = [rank, *vars(statement).values()]

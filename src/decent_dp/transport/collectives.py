@@ -35,8 +35,6 @@ _log = logging.getLogger(__name__)
 # The most bytes of the message of one worker, and of all, that go through an agreement; larger ones go over the tree.
 _SMALL = 2**12
 _SMALL_OF_ALL = LARGEST_FRAME // 4
-# The end of what a worker says about itself that has missed calls.
-_LATE = "late"
 # What a worker says at the end of a collective: whether it has its result.
 _DONE = "done"
 _FAILED = "failed"

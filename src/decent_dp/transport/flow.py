@@ -474,6 +474,7 @@ class Flow:
                 del link.early[early]
 
     def send_hint(self, peer: int, key: Key, hint: bytes) -> None:
+        """Sends what the peer needs to encode for an exchange. It is lost without an error if the peer is gone."""
         link = self.link(peer)
         if link.state is not LinkState.GONE:
             link.hints[key[1]] = key, hint
@@ -488,7 +489,7 @@ class Flow:
             channel.send(pack(BLOCK if key[1] == BLOCKS else CALL, key), text)
 
     def say(self, link: PeerLink, word: int, key: Key) -> None:
-        """Sends a vote, or asks for one."""
+        """Sends a vote, or asks for one. Without a connection nothing is sent: votes are repeated on the next one."""
         if link.control is not None:
             link.control.send(pack(VOTE, key, word))
 
@@ -512,8 +513,7 @@ class Flow:
 
     def beat_all(self) -> None:
         for link in self.links.values():
-            if link.state is LinkState.OPEN:
-                self.beat(link)
+            self.beat(link)
 
     # -- closing ------------------------------------------------------------------------------------------------------
 

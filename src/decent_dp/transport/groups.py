@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -185,12 +186,13 @@ class _ChunkReduction:
             self._group.handle.arrive()
 
         failed, sources = self._failed(of.rank), self._group.other_nodes
-        self._group.wire.receive(Receiving(of.rank, key, bytes_of(into), done, failed, step, sources=sources))
+        receiving = Receiving(of.rank, key, bytes_of(into), done, failed, step, sources=sources)
+        self._group.wire.call(partial(self._group.wire.flow.add_receiving, receiving))
 
     def _send(self, to: Branch, step: int, key: Key, data: Tensor) -> None:
         failed = self._failed(to.rank)
         sending = Sending(to.rank, key, bytes_of(data), self._group.handle.arrive, failed, step, ready=len(data))
-        self._group.wire.send(sending)
+        self._group.wire.call(partial(self._group.wire.flow.add_sending, sending))
 
     def _run(self, then: Callable[[], None]) -> None:
         """Runs ``then``: its error fails the exchange and does not end the transport's thread."""

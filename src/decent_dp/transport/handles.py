@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 from decent_dp.errors import WireError
@@ -208,7 +209,7 @@ class AllNeeded(Policy):
         if not ended:
             self._expired_at = self._wire.now()
         for pair in handle.pairs:
-            self._wire.drop(pair)
+            self._wire.call(partial(self._wire.flow.settlement.drop, pair))
         for peer in missing:
             error = self._wire.why_lost(peer)
             if isinstance(error, ConnectionError):

@@ -50,8 +50,7 @@ class LocalHub:
         self._lost: set[int] = set()
         self.causes: dict[int, str] = {}
         self._transports: Counter[int] = Counter()
-        self._runs: dict[int, tuple[str, Store]] = {}
-        self._planes: dict[str, list[_LocalPlane]] = {}
+        self._runs: dict[int, tuple[str, Store, list[_LocalPlane]]] = {}
         self.rounds: dict[tuple[str, int], int] = {}
         # Calls of the control planes, made one after the other by whichever thread is there.
         self._calls: deque[Callable[[], None]] = deque()
@@ -65,11 +64,15 @@ class LocalHub:
         with self._changed:
             return sorted(self._lost)
 
-    def begin_run(self, rank: int) -> tuple[str, Store]:
-        """The name and the store that the n-th transports of all workers share."""
+    def begin_run(self, rank: int) -> tuple[str, Store, list[_LocalPlane]]:
+        """What the n-th transports of all workers share: a name, a store, and their control planes."""
         with self._changed:
             self._transports[rank] += 1
-            return self._runs.setdefault(self._transports[rank], (uuid.uuid4().hex, dist.HashStore()))  # type: ignore[attr-defined]
+            if self._transports[rank] not in self._runs:
+                planes: list[_LocalPlane] = []
+                planes += [_LocalPlane(number, self, planes) for number in range(self.world_size)]
+                self._runs[self._transports[rank]] = uuid.uuid4().hex, dist.HashStore(), planes  # type: ignore[attr-defined]
+            return self._runs[self._transports[rank]]
 
     def lose(self, rank: int) -> None:
         """Marks worker ``rank`` as gone, and wakes those that wait for it. What it has said stays."""
@@ -78,12 +81,13 @@ class LocalHub:
             with self._changed:
                 self._lost.add(rank)
                 self._changed.notify_all()
-            for plane in itertools.chain(*self._planes.values()):
+                runs = list(self._runs.values())
+            for plane in itertools.chain(*(planes for *_, planes in runs)):
                 plane.agreements.departed(rank)
                 plane.agreements.look(again=False)
 
         def leave() -> None:
-            for planes in self._planes.values():
+            for *_, planes in list(self._runs.values()):
                 planes[rank].agreements.leave()
             self.call(gone)  # after what it says
 
@@ -98,13 +102,6 @@ class LocalHub:
                     self._calls.popleft()()
             finally:
                 self._calling.release()
-
-    def planes(self, run_id: str) -> list[_LocalPlane]:
-        """The control planes of all workers of a run."""
-        with self._changed:
-            if run_id not in self._planes:
-                self._planes[run_id] = [_LocalPlane(rank, self, run_id) for rank in range(self.world_size)]
-            return self._planes[run_id]
 
     def said(self, ranks: Sequence[int]) -> str:
         """What these workers have reported, as sentences."""
@@ -151,10 +148,10 @@ class InProcessTransport(Transport):
 
     def __init__(self, rank: int = 0, hub: LocalHub | None = None) -> None:
         hub = hub or LocalHub(1)
-        run_id, store = hub.begin_run(rank)
+        run_id, store, planes = hub.begin_run(rank)
         super().__init__(rank, hub.world_size, run_id, hub.timeout, store)
         self._hub = hub
-        self._plane = hub.planes(run_id)[rank]
+        self._plane = planes[rank]
         self._control = self._collectives("start", 0)
 
     def _collectives(self, kind: str, channel: int) -> Collectives:
@@ -302,13 +299,17 @@ class _LocalNeighbours(Neighbours):
 
 
 class _LocalPlane(ControlPlane):
-    """The control plane of a worker that is a thread: its notes arrive at once."""
+    """The control plane of a worker that is a thread: its notes arrive at once.
 
-    def __init__(self, rank: int, hub: LocalHub, run_id: str) -> None:
-        self._hub, self._run_id = hub, run_id
+    Args:
+        planes: of all workers, by rank.
+    """
+
+    def __init__(self, rank: int, hub: LocalHub, planes: list[_LocalPlane]) -> None:
+        self._planes = planes
 
         def send(peer: int, key: Key, text: bytes) -> None:
-            hub.call(lambda: hub.planes(run_id)[peer].hear(rank, key, text))
+            hub.call(lambda: planes[peer].hear(rank, key, text))
 
         def view(peer: int) -> PeerView:
             return PeerView.LOST if peer in hub.lost else PeerView.LINKED
@@ -316,14 +317,14 @@ class _LocalPlane(ControlPlane):
         super().__init__(rank, hub.world_size, hub.call, send, view, connect=lambda peer: None)
 
     def missing(self, name: str) -> list[int]:
-        for plane in self._hub.planes(self._run_id):  # no thread asks the others once in a while
-            self._hub.call(partial(plane.agreements.look, again=True))
+        for plane in self._planes:  # no thread asks the others once in a while
+            self._call(partial(plane.agreements.look, again=True))
         return super().missing(name)
 
 
 def alone(rank: int) -> Collectives:
     """The collectives of a worker that nobody else knows yet."""
-    return Collectives(_LocalPlane(rank, LocalHub(1), ""), rank, (rank,), ["here"], 60.0, among=(rank,))
+    return Collectives(_LocalPlane(rank, LocalHub(1), []), rank, (rank,), ["here"], 60.0, among=(rank,))
 
 
 def _wait_until_written(tensor: Tensor) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 
 from decent_dp.transport.commands import Commands
-from decent_dp.transport.hello import Credentials, Identity, Visitor
+from decent_dp.transport.hello import BULK, CONTROL, Credentials, Identity, Visitor
 from decent_dp.transport.messages import HEADER_BYTES, HELLO, REFUSED, pack
 from decent_dp.transport.peer_link import Channel
 from decent_dp.transport.sockets import Event, Socket, Sockets
@@ -70,8 +70,6 @@ class Doorman:
         # the other listener's events are read.
         self._strangers: dict[tuple[Socket, int], float] = {}
         self._greetings: dict[bytes, _Greeting] = {}
-        # By who dials and its attempt: what was proven of it.
-        self._halves: dict[tuple[Identity, bytes], list[_Greeting]] = {}
         self._lookups = 0
         self._warned = False
         self.dropped = 0
@@ -110,10 +108,6 @@ class Doorman:
     def _forget(self, greetings: list[_Greeting]) -> None:
         for greeting in greetings:
             self._greetings.pop(greeting.channel.routing_id, None)
-            half = (greeting.visitor.worker, greeting.visitor.attempt)
-            self._halves[half] = [other for other in self._halves.get(half, []) if other is not greeting]
-            if not self._halves[half]:
-                del self._halves[half]
 
     def hear(self, socket: Socket, routing_id: bytes) -> None:
         """The rest of a message from a connection that is not open is to be read."""
@@ -144,7 +138,6 @@ class Doorman:
                 channel.send(pack(HELLO, flags=2), visitor.challenge)
                 return
         elif step == 3 and greeting is not None and not greeting.proven and greeting.visitor.verify(frames[1].bytes):
-            greeting.proven = True
             self._let_in(greeting)
             return
         self.dropped += 1
@@ -159,12 +152,17 @@ class Doorman:
             greeting.channel.send(pack(REFUSED), greeting.visitor.answer(refusal))
             self._forget([greeting])
             return
-        half = self._halves.setdefault((worker, greeting.visitor.attempt), [])
-        half.append(greeting)
-        if len({other.visitor.plane for other in half}) < 2:
+        greeting.proven = True
+        # Of this attempt, by plane.
+        proven = {
+            other.visitor.plane: other
+            for other in self._greetings.values()
+            if other.proven and (other.visitor.worker, other.visitor.attempt) == (worker, greeting.visitor.attempt)
+        }
+        if len(proven) < 2:
             return
-        greetings = sorted(half, key=lambda other: other.visitor.plane)
-        self._forget(list(half))
+        greetings = [proven[plane] for plane in (CONTROL, BULK)]
+        self._forget(greetings)
         for other in greetings:
             self._strangers.pop(other.channel.accepted, None)
             other.channel.send(pack(HELLO, flags=4), other.visitor.answer(None))

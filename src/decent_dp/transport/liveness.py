@@ -62,17 +62,13 @@ class WireNeighbours(Neighbours, Policy):
         round_, bucket = exchange_id.round, exchange_id.bucket
         if round_ > self._last:
             return False
-        for link in filter(None, map(self._flow.links.get, self._others(edge))):
-            votes, state = link.votes, link.state
-            if round_ < link.start:
-                return False
-            if state is LinkState.NEW:
-                continue  # the connection is made with the exchange
-            if state is not LinkState.OPEN or self._wire.patience(link.peer, 0.0) <= 0:
-                return False
-            if votes.has_dropped(round_, bucket) or link.on_break(round_):
-                return False
-        return True
+        return not any(
+            round_ < link.start
+            or link.state not in (LinkState.NEW, LinkState.OPEN)  # a new connection is made with the exchange
+            or link.votes.has_dropped(round_, bucket)
+            or link.on_break(round_)
+            for link in filter(None, map(self._flow.links.get, self._others(edge)))
+        )
 
     def has_dropped(self, others: Sequence[int], exchange_id: ExchangeId) -> bool:
         found = filter(None, map(self._flow.links.get, others))
@@ -104,7 +100,7 @@ class WireNeighbours(Neighbours, Policy):
         return -1 if link is None or self._flow.round < link.start else link.round
 
     def living(self) -> list[int]:
-        return self._peers(lambda c: c.state is LinkState.OPEN and self._wire.patience(c.peer, 0.0) > 0)
+        return self._peers(lambda link: link.state is LinkState.OPEN)
 
     @property
     def is_awake(self) -> bool:
@@ -251,7 +247,7 @@ class WireNeighbours(Neighbours, Policy):
         limit = math.inf if pair.joined else end + SILENT * self._dead_after
         if not asks or now < end or answered > end or now > limit:
             return end
-        self._wire.call(lambda: self._flow.settlement.ask_for_life(link))
+        self._wire.call(lambda: self._flow.beat(link, ask=True))
         return time.monotonic() + _ANSWER
 
     def waited(self, handle: WireHandle, began: float) -> None:

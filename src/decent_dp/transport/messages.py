@@ -11,7 +11,7 @@ A message is a header of fixed length (``pack``) and, for some kinds, a body in 
 | DATA | bulk | the sender of a message that is wanted: a part; inside a node over control if a frame can hold it | is dropped |
 | VOTE | control | both, about an exchange: GOT, DROP, or ASK for the other's (``votes``) | changes nothing |
 | CALL | control | both: a few bytes of an agreement or of a collective, for its key | is dropped there |
-| BLOCK | bulk | both: bytes of a collective | is dropped there (``courier``) |
+| BLOCK | bulk | both: bytes of a collective | is dropped there (``control_plane``) |
 | STATE | bulk | a worker or a joiner asks another one for a chunk of its state, or for a seat; the answer | is answered again |
 | BYE | control | a worker that leaves; the other one answers with it, and both close | changes nothing |
 

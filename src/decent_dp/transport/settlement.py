@@ -27,8 +27,6 @@ class Messages(Protocol):
 
     def say(self, link: PeerLink, word: int, key: Key) -> None: ...
 
-    def beat(self, link: PeerLink, *, ask: bool = False) -> None: ...
-
 
 class Settlement:
     """Opens exchanges, casts and hears votes, and ends exchanges when their verdict is known. Used by the transport's thread.
@@ -92,7 +90,7 @@ class Settlement:
             link.give_up(pair)
         if not link.votes.in_doubt(pair.bucket):
             self._drop(link, pair.round, pair.bucket)
-        elif link.state is LinkState.OPEN:
+        else:
             self._flow.say(link, ASK, pair.sending.key)
 
     def drop(self, pair: PairExchange) -> None:
@@ -111,10 +109,6 @@ class Settlement:
     def skip(self, peer: int, round_: int, bucket: int) -> None:
         """This worker leaves an exchange out that it has not opened, and all earlier ones of the bucket."""
         self._drop(self._flow.link(peer), round_, bucket)
-
-    def ask_for_life(self, link: PeerLink) -> None:
-        if link.state is LinkState.OPEN:
-            self._flow.beat(link, ask=True)
 
     def expire(self, link: PeerLink) -> None:
         """The peer counts as dead: all exchanges with it are dropped."""
@@ -146,8 +140,7 @@ class Settlement:
         self._end_if_settled(link, bucket)
 
     def _say(self, link: PeerLink, vote: Vote) -> None:
-        if link.state is LinkState.OPEN:  # else it is repeated when there is a connection again
-            self._flow.say(link, GOT if vote.got else DROP, (vote.round, vote.bucket, 0))
+        self._flow.say(link, GOT if vote.got else DROP, (vote.round, vote.bucket, 0))
 
     def _end_if_settled(self, link: PeerLink, bucket: int) -> None:
         pair = link.pairs.get(bucket)

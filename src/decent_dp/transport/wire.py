@@ -24,9 +24,9 @@ from decent_dp.transport.flow import Flow
 from decent_dp.transport.hello import CROSSING, REPLACED, Credentials, Identity
 from decent_dp.transport.hints import Hints
 from decent_dp.transport.listening import Doorman
-from decent_dp.transport.messages import BYE, DATA, STATE, Header, Key, pack, unpack
+from decent_dp.transport.messages import BYE, DATA, STATE, Header, pack, unpack
 from decent_dp.transport.peer_errors import SilentError
-from decent_dp.transport.peer_link import Channel, LinkState, PairExchange, PeerLink, Receiving, Sending
+from decent_dp.transport.peer_link import Channel, LinkState, PeerLink
 from decent_dp.transport.polling import Polling
 from decent_dp.transport.requests import Requests
 from decent_dp.transport.sockets import SILENT, Socket, Sockets, rest_of
@@ -88,7 +88,15 @@ class Wire:
         # Connections that stay open after a BYE for its answer, and until when.
         self._leaving: dict[Channel, float] = {}
         rank = self._identity.rank
-        self.flow = Flow(rank, local, self._hear_call, self.hints.keep, self._connected, self._hang_up, self._dead_after)
+        self.flow = Flow(
+            rank,
+            local,
+            lambda *note: self.control_plane.hear(*note),
+            self.hints.keep,
+            self._connected,
+            self._hang_up,
+            self._dead_after,
+        )
         with_whom = credentials, sockets, self.commands
         self._doorman = Doorman(*with_whom, self._admit, self._let_in, lambda socket: self._reader.read_events(socket))
         patience = min(timeout, self._dead_after)
@@ -162,27 +170,6 @@ class Wire:
                 self.flow.take_joiner(peer)
 
         self.call(renew)
-
-    def open(self, pair: PairExchange) -> None:
-        self.call(lambda: self.flow.settlement.open(pair))
-
-    def drop(self, pair: PairExchange) -> None:
-        self.call(lambda: self.flow.settlement.drop(pair))
-
-    def send(self, sending: Sending) -> None:
-        self.call(lambda: self.flow.add_sending(sending))
-
-    def advance(self, sending: Sending, ready: int) -> None:
-        """The first ``ready`` bytes of a message are final."""
-        sending.ready = ready
-        self.call(lambda: self.flow.queue(sending))
-
-    def receive(self, receiving: Receiving) -> None:
-        self.call(lambda: self.flow.add_receiving(receiving))
-
-    def send_hint(self, peer: int, key: Key, hint: bytes) -> None:
-        """Sends what the peer needs to encode for an exchange. It is lost without an error if the peer is gone."""
-        self.call(lambda: self.flow.send_hint(peer, key, hint))
 
     def last_progress(self, peer: int) -> float:
         """When a part of a message last came from ``peer`` or went to it, on the monotonic clock; 0 for never."""
@@ -326,9 +313,6 @@ class Wire:
         self.flow.beat(self.flow.link(peer))  # says in which round and epoch this worker is
         self.control_plane.reconnected(peer)
 
-    def _hear_call(self, peer: int, key: Key, text: bytes) -> None:
-        self.control_plane.hear(peer, key, text)
-
     def _view(self, peer: int) -> PeerView:
         """What the control plane is to know of a peer; any thread may ask."""
         link = self.flow.links.get(peer)
@@ -336,9 +320,7 @@ class Wire:
             return PeerView.UNKNOWN
         if link.silence(self.now()) >= self._dead_after:
             return PeerView.LOST
-        if link.state is LinkState.OPEN and self.patience(peer, 0.0) > 0:
-            return PeerView.LINKED
-        return PeerView.PENDING
+        return PeerView.LINKED if link.state is LinkState.OPEN else PeerView.PENDING
 
     def _first_round(self, peer: int) -> int:
         link = self.flow.links.get(peer)
@@ -405,8 +387,7 @@ class Wire:
         for channel in [channel for channel, until in self._leaving.items() if now >= until]:
             self._lose(channel)
         for link in list(self.flow.links.values()):
-            if link.state is LinkState.OPEN:
-                self.flow.beat(link)
+            self.flow.beat(link)
             self._judge(link, now)
 
     def _judge(self, link: PeerLink, now: float) -> None:

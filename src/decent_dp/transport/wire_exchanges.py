@@ -124,11 +124,15 @@ class WireExchanges:
                 pass
 
         if request.compression.needs_hints:
-            key = key_of(request.exchange_id, HINT)
-            for peer in others:
-                self._wire.send_hint(peer, key, request.hint)
-            then = _on_this_stream(schedule, request.sent)
-            self._wire.call(lambda: None if handle.pairs and handle.failed else self._wire.hints.when_there(others, key, then))
+            key, then = key_of(request.exchange_id, HINT), _on_this_stream(schedule, request.sent)
+
+            def swap_hints() -> None:
+                for peer in others:
+                    self._wire.flow.send_hint(peer, key, request.hint)
+                if not (handle.pairs and handle.failed):
+                    self._wire.hints.when_there(others, key, then)
+
+            self._wire.call(swap_hints)
         else:
             schedule([])
         return handle
@@ -191,11 +195,12 @@ class _Swap:
             self._sendings.append(sending)
             handle.pairs.append(PairExchange(receiving, sending, partial(handle.settle, peer)))
         for pair in handle.pairs:
-            wire.open(pair)
+            wire.call(partial(wire.flow.settlement.open, pair))
 
     def encoded(self, ready: int) -> None:
         for sending in self._sendings:
-            self._wire.advance(sending, ready)
+            sending.ready = ready
+            self._wire.call(partial(self._wire.flow.queue, sending))
 
 
 def _nothing() -> None:
