@@ -23,7 +23,7 @@ from decent_dp.errors import DisagreementError
 from decent_dp.launch.local import store_on
 from decent_dp.replica import transfer
 from decent_dp.transport import ProcessGroupTransport
-from decent_dp.transport.courier import Courier
+from decent_dp.transport.control_plane import Courier
 from decent_dp.transport.store import server_of
 from tests.faulty_link import FaultyLinks, RemoteLinks, around, ask, die, freeze
 from tests.workers import Workers

@@ -214,7 +214,7 @@ BREAKAGES = [
     ),
     Breakage(
         "collectives of another time take each other's blocks",
-        "transport/courier.py",
+        "transport/control_plane.py",
         "            self._number = self._base + number\n",
         "            self._number = number\n",
     ),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from decent_dp.transport.agreement import _KEPT, Agreements, View
+from decent_dp.transport.agreement import _KEPT, Agreements, PeerView
 
 # Seconds of virtual time: between two looks, until a broken connection makes a worker LOST, and the end.
 LOOK, DEAD_AFTER, END = 0.1, 3.0, 60.0
@@ -56,14 +56,14 @@ class Network:
     def at(self, delay: float, call: Callable[[], Any]) -> None:
         heapq.heappush(self.events, (self.now + delay, next(self.order), call))
 
-    def view(self, rank: int, peer: int) -> View:
+    def view(self, rank: int, peer: int) -> PeerView:
         edge = frozenset((rank, peer))
         if edge not in self.links:
-            return View.UNKNOWN
+            return PeerView.UNKNOWN
         broken = min(self.dead.get(peer, float("inf")), self.cut.get(edge, float("inf")))
         if self.now < broken + 0.05:
-            return View.LINKED
-        return View.PENDING if self.now < broken + DEAD_AFTER else View.LOST
+            return PeerView.LINKED
+        return PeerView.PENDING if self.now < broken + DEAD_AFTER else PeerView.LOST
 
     def link(self, rank: int, peer: int) -> None:
         self.links.add(frozenset((rank, peer)))
@@ -436,3 +436,21 @@ def test_what_a_process_that_was_replaced_has_said_does_not_count():
         net.propose(rank, "call/1", "new")
     net.run(1.0)
     assert net.results == [{"call/1": dict.fromkeys(range(4), "new")}] * 4
+
+
+def test_who_has_left_is_not_heard_by_way_of_others_either():
+    """They need not be asked whom they are connected to since then."""
+    views, results = {1: PeerView.LINKED, 2: PeerView.LINKED}, list[Mapping[int, str]]()
+    first = Agreements(0, 3, views.__getitem__, lambda *_: None, print, lambda _, texts: results.append(texts))
+
+    def send(peer: int, message: bytes) -> None:
+        if peer == 0:
+            first.hear(2, message)
+
+    last = Agreements(2, 3, lambda _: PeerView.LINKED, send, print, lambda *_: None)
+    for worker, text in ((first, "of 0"), (last, "of 2")):
+        worker.propose("name/0", text)
+    first.departed(1)
+    views[1] = PeerView.LOST
+    first.look(again=False)
+    assert results == [{0: "of 0", 2: "of 2"}]

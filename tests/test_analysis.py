@@ -35,7 +35,7 @@ from decent_dp.topo.analysis import (
     mixing_matrix,
     without,
 )
-from decent_dp.transport.reduction_tree import find_place
+from decent_dp.transport.groups import find_place
 
 NAMES = ["complete", "ring", "one-peer-exp", "alternating-exp-ring", "base-2", "random-matching", "hierarchical"]
 

@@ -6,9 +6,8 @@ import threading
 
 import pytest
 
-from decent_dp.transport.courier import Courier
-from decent_dp.transport.link import Key
-from decent_dp.transport.messages import ACK, BLOCKS
+from decent_dp.transport.control_plane import Courier
+from decent_dp.transport.messages import ACK, BLOCKS, Key
 
 
 @pytest.fixture

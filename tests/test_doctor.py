@@ -30,7 +30,7 @@ from decent_dp.cli.screen import number
 from decent_dp.errors import PeerError
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeRequest, Handle, process_group
-from decent_dp.transport.base import DeferredHandle
+from decent_dp.transport.interface import DeferredHandle
 from decent_dp.transport.peer_errors import UnreachableError
 from tests.test_cli import links
 

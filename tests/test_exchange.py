@@ -310,8 +310,8 @@ def test_many_failed_requests_for_buffers_do_not_nest():
 
 def handle_that_lands(timeout: float) -> tuple[Any, list[str]]:
     """A handle of one message, whose staging notes its calls."""
-    mailbox = SimpleNamespace(waits_for=lambda *_: False)
-    wire: Any = SimpleNamespace(last_progress=lambda _: 0.0, open_slots=lambda *_: [], mailbox=mailbox, now=time.monotonic)
+    hints = SimpleNamespace(lacks=lambda *_: False)
+    wire: Any = SimpleNamespace(last_progress=lambda _: 0.0, open_slots=lambda *_: [], hints=hints, now=time.monotonic)
     wire.stopped, wire.why_lost, wire.has_ended = 0.0, lambda _: TimeoutError(), lambda _: False
     own, policy = request(torch.ones(3), 0, ExchangeId(0, 0)), handles.AllNeeded(wire, timeout)
     handle = handles.WireHandle(own, [1], policy, wire, lambda error, _: RuntimeError(f"is {error!r}"))

@@ -16,7 +16,7 @@ from torch import nn
 import decent_dp
 from decent_dp.checkpoint import save, saver
 from decent_dp.integrations._survivors import SurvivorCollectives, save_again
-from decent_dp.transport.courier import Courier
+from decent_dp.transport.control_plane import Courier
 from tests.framework_cases import Model, Points, as_launched, copies, quiet_frameworks
 from tests.test_survivor_calls import die, die_in, survivors
 from tests.test_tolerate import error_of, make

@@ -141,13 +141,10 @@ def test_threads_show_only_written_values(monkeypatch, topology):
     brought: list[bool] = []
     lock = threading.Lock()
 
-    def written(tensor: Tensor) -> Any:
-        def wait() -> None:
-            with lock:
-                kept.append(tensor)  # so that no other tensor gets its id
-                waited.add(id(tensor))
-
-        return wait
+    def wait(tensor: Tensor) -> None:
+        with lock:
+            kept.append(tensor)  # so that no other tensor gets its id
+            waited.add(id(tensor))
 
     bring = LocalHub.put
 
@@ -157,7 +154,7 @@ def test_threads_show_only_written_values(monkeypatch, topology):
                 brought.append(id(value) in waited)
         bring(self, key, rank, value)
 
-    monkeypatch.setattr(in_process, "written", written)
+    monkeypatch.setattr(in_process, "_wait_until_written", wait)
     monkeypatch.setattr(LocalHub, "put", look)
 
     def work(transport: InProcessTransport) -> list[int]:

@@ -19,9 +19,8 @@ from decent_dp.compression.blockwise import _BLOCK_ON_CPU
 from decent_dp.errors import PeerLostError
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses, rendezvous
-from decent_dp.transport.exchange import WireExchanges
-from decent_dp.transport.groups import _POOL_BYTES
-from decent_dp.transport.reduction_tree import Place, find_place, group_by_node
+from decent_dp.transport.groups import _POOL_BYTES, Place, find_place, group_by_node
+from decent_dp.transport.wire_exchanges import WireExchanges
 from tests.helpers import came, compression_of, request
 
 MIB = 2**20

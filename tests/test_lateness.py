@@ -1,4 +1,4 @@
-"""When an exchange is late: the times that a worker keeps of a link (``decent_dp.transport.link``)."""
+"""When an exchange is late: the times that a worker keeps of a link (``decent_dp.transport.peer_link``)."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ from typing import Any
 
 import pytest
 
-from decent_dp.transport.channels import Link, Network
 from decent_dp.transport.flow import Flow
-from decent_dp.transport.link import LinkState, Pair, Receiving, Sending
 from decent_dp.transport.liveness import WireNeighbours
 from decent_dp.transport.messages import BEAT, MOVES, Header, unpack
+from decent_dp.transport.peer_link import LinkState, Network, PairExchange, PeerLink, Receiving, Sending
 from decent_dp.transport.votes import Verdict
 from decent_dp.transport.wire import Wire
 
 USUAL, STEP = 2.0, 0.3
 
 
-def new_pair(round_: int, *, opened: float = 100.0, joined: float = 0.0) -> Pair:
+def new_pair(round_: int, *, opened: float = 100.0, joined: float = 0.0) -> PairExchange:
     receiving, sending = (of(1, (round_, 0, 0), memoryview(bytes(8)), int, print) for of in (Receiving, Sending))
-    return Pair(receiving, sending, print, opened, joined)
+    return PairExchange(receiving, sending, print, opened, joined)
 
 
 @pytest.fixture
-def link(monkeypatch: pytest.MonkeyPatch) -> Link:
+def link(monkeypatch: pytest.MonkeyPatch) -> PeerLink:
     """Eight exchanges have taken two seconds each."""
-    link = Link(1, Network(local=False))
+    link = PeerLink(1, Network(local=False))
     for round_ in range(8):
         monkeypatch.setattr("time.monotonic", lambda round_=round_: 10.0 * round_ + 10.0 + USUAL)
         link.record(new_pair(round_, joined=10.0 * round_ + 10.0), Verdict.BOTH)
@@ -39,10 +38,10 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Link:
 def test_messages_are_late_after_four_times_their_usual_time(link):
     assert link.expected_end(new_pair(8, joined=100.0), 100.5, STEP) == 100.0 + 4 * USUAL
     assert link.expected_end(new_pair(8, joined=100.0), 100.5, 60.0) == 100.0 + USUAL + 60.0
-    assert Link(2, link.network).expected_end(new_pair(8, joined=100.0), 100.5, STEP) == math.inf
+    assert PeerLink(2, link.network).expected_end(new_pair(8, joined=100.0), 100.5, STEP) == math.inf
 
 
-def hear_beat(link: Link, flags: int = MOVES) -> None:
+def hear_beat(link: PeerLink, flags: int = MOVES) -> None:
     flow = Flow(0, frozenset(), print, print, print, print)
     flow.links[link.peer] = link
     flow.hear(link, Header(BEAT, flags, 0, (0, 0, 0), 0, 0, 0), b"")
@@ -73,7 +72,7 @@ def test_who_does_not_answer_is_waited_for_no_longer_than_the_silent(link, monke
     """Its connection lives, as libzmq answers by itself, and its interpreter does nothing. In the exchange it is waited for,
     as giving up bytes on their way would cost the connection."""
     asked, now = [], 100.0
-    flow = SimpleNamespace(links={1: link}, epoch=0, settlement=SimpleNamespace(ask_for_life=asked.append))
+    flow = SimpleNamespace(links={1: link}, epoch=0, beat=lambda of, ask: asked.append(of))
     wire = SimpleNamespace(call=lambda command: command(), now=lambda: now, flow=flow)
     neighbours = WireNeighbours(wire, 0, 10.0, 60.0)  # type: ignore[arg-type]
     pair, end = new_pair(8, joined=joined), 100.0 + (4 * USUAL if joined else 0.5)
@@ -126,7 +125,7 @@ def test_wanted_bytes_may_wait_for_an_earlier_exchange_of_their_sender(link, bus
 
 @pytest.mark.parametrize(("times", "slow"), [(0.1, False), (2.0, True)])
 def test_exchanges_are_slow_from_half_a_second_on(monkeypatch, times, slow):
-    link = Link(1, Network(local=False))
+    link = PeerLink(1, Network(local=False))
     assert link.is_slow(0)  # as nothing is known
     monkeypatch.setattr("time.monotonic", lambda: 10.0 + times)
     for round_ in range(8):

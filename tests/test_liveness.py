@@ -15,13 +15,13 @@ import pytest
 from decent_dp.errors import WireError
 from decent_dp.faults import default_dead_after
 from decent_dp.topo import Edge
-from decent_dp.transport import mailbox as mailbox_module
+from decent_dp.transport import hints as hints_module
 from decent_dp.transport.handles import WireHandle
-from decent_dp.transport.link import LinkState, Pair, Receiving, Sending
+from decent_dp.transport.hints import Hints
 from decent_dp.transport.liveness import WireNeighbours
-from decent_dp.transport.mailbox import Mailbox
 from decent_dp.transport.messages import DATA, pack
 from decent_dp.transport.peer_errors import UnreachableError
+from decent_dp.transport.peer_link import LinkState, PairExchange, Receiving, Sending
 from decent_dp.transport.votes import ExchangeId, Verdict
 from tests.wires import Net, wait_for
 
@@ -60,6 +60,10 @@ class Two:
     def there(self, call: Callable[[Any], object]) -> None:
         """Calls it with the second worker's flow, in its thread."""
         self.net.wires[1].call(lambda: call(self.net.wires[1].flow))
+
+    def open(self, rank: int, pair: PairExchange) -> None:
+        wire = self.net.wires[rank]
+        wire.call(lambda: wire.flow.settlement.open(pair))
 
     def end(self) -> None:
         """The second worker's process ends."""
@@ -135,10 +139,10 @@ def test_a_doubt_is_waited_for_as_long_as_a_silence_and_then_counted(make):
     for rank, settle in ((0, partial(handle.settle, 1)), (1, verdicts.append)):
         memory = memoryview(bytearray(100))
         sending = Sending(1 - rank, (0, 0, 0), memory, lambda: None, print, ready=100)
-        pair = Pair(Receiving(1 - rank, (0, 0, 0), memoryview(bytearray(100)), lambda: None, print), sending, settle)
+        pair = PairExchange(Receiving(1 - rank, (0, 0, 0), memoryview(bytearray(100)), lambda: None, print), sending, settle)
         if rank == 0:
             handle.pairs.append(pair)
-        two.net.wires[rank].open(pair)
+        two.open(rank, pair)
     began = time.monotonic()
     handle.wait()
     assert 0.5 < time.monotonic() - began < 1.5
@@ -152,7 +156,7 @@ def test_a_peer_that_sends_what_was_not_due_costs_its_edge_and_no_more(make):
     errors: list[BaseException] = []
     key, data = (0, 0, 0), memoryview(bytearray(40_000))
     sending = Sending(1, key, data, lambda: None, errors.append, ready=len(data))
-    two.net.wires[0].open(Pair(Receiving(1, key, data, lambda: None, errors.append), sending, verdicts.append))
+    two.open(0, PairExchange(Receiving(1, key, data, lambda: None, errors.append), sending, verdicts.append))
     wait_for(lambda: bool(two.link.pairs))
     two.there(lambda flow: flow.link(0).bulk.send(pack(DATA, key, 0, 30_000, 10, len(data)), b"x" * 10))
     wait_for(lambda: verdicts == [Verdict.NEITHER])
@@ -187,22 +191,33 @@ def test_a_lost_connection_is_made_again(make, monkeypatch, near, refusals):
     assert len(refused) == refusals
 
 
-# -- notes -----------------------------------------------------------------------------------------------------------------
+# -- hints -----------------------------------------------------------------------------------------------------------------
 
 
-def test_old_notes_go_and_too_many_are_refused(monkeypatch):
-    box = Mailbox(lambda call: call())
+def test_old_hints_go_and_too_many_are_refused(monkeypatch):
+    hints = Hints()
     for round_ in range(10):
-        box.keep(1, (round_, 0, 1), b"note")
+        hints.keep(1, (round_, 0, 1), b"note")
     heard: list[list[bytes]] = []
-    box.when_hinted([1], (9, 0, 1), heard.append)
-    box.when_hinted([1], (2, 0, 1), heard.append)  # was dropped: it is waited for
+    hints.when_there([1], (9, 0, 1), heard.append)
+    hints.when_there([1], (2, 0, 1), heard.append)  # was dropped: it is waited for
     assert heard == [[b"note"]]
-    assert box.waits_for(1, (2, 0, 1))
-    box.forget(1, (2, 0, 1))
-    assert not box.waits_for(1, (2, 0, 1))
-    monkeypatch.setattr(mailbox_module, "_HINT_BYTES", 1000)
+    assert hints.lacks(1, (2, 0, 1))
+    hints.forget((2, 0, 1))
+    assert not hints.lacks(1, (2, 0, 1))
+    monkeypatch.setattr(hints_module, "_HINT_BYTES", 1000)
     for bucket in range(250):
-        box.keep(2, (0, bucket, 1), b"note")
+        hints.keep(2, (0, bucket, 1), b"note")
     with pytest.raises(WireError, match="worker 2 has sent more than 1000 bytes of hints"):
-        box.keep(2, (0, 250, 1), b"note")
+        hints.keep(2, (0, 250, 1), b"note")
+
+
+def test_an_exchange_begins_when_the_hints_of_all_are_there():
+    hints, heard = Hints(), list[list[bytes]]()
+    hints.keep(2, (3, 0, 1), b"of 2")
+    hints.when_there([1, 2], (3, 0, 1), heard.append)
+    assert (heard, hints.lacks(1, (3, 0, 1)), hints.lacks(2, (3, 0, 1))) == ([], True, False)
+    hints.keep(1, (3, 1, 1), b"of another bucket")
+    assert heard == []
+    hints.keep(1, (3, 0, 1), b"of 1")
+    assert heard == [[b"of 1", b"of 2"]]

@@ -21,7 +21,7 @@ from decent_dp.planner.events import simulate
 from decent_dp.planner.prediction import make_timing
 from decent_dp.planner.traffic import buckets_of, capacities, collective, make_rounds
 from decent_dp.topo import Edge, Topology, TopologyReg, make_topology
-from decent_dp.transport.reduction_tree import find_place
+from decent_dp.transport.groups import find_place
 
 FREE = Link(0.0, math.inf)
 OPE = Choice("decent_dp", "one-peer-exp")

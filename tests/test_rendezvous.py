@@ -27,7 +27,7 @@ from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses, peer_errors, rendezvous
-from decent_dp.transport.base import DeferredHandle
+from decent_dp.transport.interface import DeferredHandle
 from decent_dp.transport.peer_errors import Notes, UnreachableError, peer_error
 from decent_dp.transport.rendezvous import Rendezvous
 from decent_dp.transport.sockets import Sockets
@@ -116,8 +116,8 @@ def its_timeout(rank: int, n: int) -> tuple[float, ...]:
     return (
         ProcessGroupTransport()._rendezvous.timeout.total_seconds(),
         ProcessGroupTransport(short)._rendezvous.timeout.total_seconds(),
+        own.timeout,
         own._rendezvous.timeout.total_seconds(),
-        own._control_rendezvous.timeout.total_seconds(),
     )
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from decent_dp.transport.hello import Dialled
-from decent_dp.transport.link import LinkState
 from decent_dp.transport.peer_errors import UnreachableError
+from decent_dp.transport.peer_link import LinkState
 from tests.wires import SECONDS, Net, content, identity, receive, send, wait_for
 
 JOINER = 2

@@ -19,13 +19,12 @@ import pytest
 import zmq
 
 from decent_dp.errors import WireError
-from decent_dp.transport import channels, flow, polling, settlement
-from decent_dp.transport.channels import SMALL, Channel
+from decent_dp.transport import flow, peer_link, settlement, wire
 from decent_dp.transport.flow import Flow
-from decent_dp.transport.link import LinkState, Pair, Receiving, Sending
 from decent_dp.transport.messages import ASK, BEAT, BYE, DROP, GOT, VOTE, pack
-from decent_dp.transport.polling import Reader
+from decent_dp.transport.peer_link import SMALL, Channel, LinkState, PairExchange, Receiving, Sending
 from decent_dp.transport.votes import Verdict, Vote, Votes
+from decent_dp.transport.wire import Reader
 
 BUCKETS = 2
 
@@ -103,7 +102,8 @@ class End:
         self.flow = Flow(self.rank, frozenset(), lambda *_: None, lambda *_: None, lambda _: None, lambda _: self.cut())
         self.flow.dead_after = 10.0
         polling: Any = SimpleNamespace(routes={}, owners=self.channels, is_watched=lambda socket: True)
-        self.reader = Reader(polling, self.flow, lambda link, *_: self.flow.give_up(link, "the peer has left"), lambda *_: None)
+        on_bye = lambda link, *_: self.flow.give_up(link, "the peer has left")  # noqa: E731
+        self.reader = Reader(polling, self.flow, polling, polling, on_bye, lambda *_: None)
 
     @property
     def peer(self) -> int:
@@ -201,7 +201,7 @@ class World:
         end.verdicts[round_, bucket] = None
         sending = Sending(end.peer, key, memoryview(own), lambda: None, fail, ready=size)
         receiving = Receiving(end.peer, key, memoryview(memory), lambda: None, fail)
-        end.flow.settlement.open(Pair(receiving, sending, settle))
+        end.flow.settlement.open(PairExchange(receiving, sending, settle))
 
     def abandon(self, end: End) -> None:
         for round_, bucket in end.open_rounds():
@@ -298,8 +298,8 @@ class World:
 def _virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     # Frames have 16 KiB at a rate that is not known: messages of 300 bytes are copied, larger ones are lent.
-    monkeypatch.setattr(channels, "_COPIED", 2**10)
-    for module in (channels, flow, polling, settlement):
+    monkeypatch.setattr(peer_link, "_COPIED", 2**10)
+    for module in (flow, peer_link, settlement, wire):
         monkeypatch.setattr(module, "time", clock)
 
 

@@ -17,8 +17,8 @@ import pytest
 import zmq
 
 from decent_dp.transport.hello import CONTROL, Dialled, Identity, password
-from decent_dp.transport.link import LinkState
 from decent_dp.transport.messages import BYE, HELLO, pack
+from decent_dp.transport.peer_link import LinkState
 from decent_dp.transport.sockets import Curve
 from tests.wires import RUN, SECONDS, SECRET, Net, content, receive, send, wait_for
 

@@ -21,7 +21,7 @@ from decent_dp.checkpoint import saver as saver_module
 from decent_dp.errors import CheckpointError
 from decent_dp.replica.replica import Replica
 from decent_dp.transport import ProcessGroupTransport
-from decent_dp.transport.courier import Courier
+from decent_dp.transport.control_plane import Courier
 from tests.helpers import assert_same, values
 from tests.test_tolerate import make, step
 from tests.workers import Outcome, _store

@@ -25,13 +25,13 @@ from decent_dp.errors import OutOfStepError, PeerLostError, PeerTimeoutError
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId
 from decent_dp.transport import collectives as collectives_module
-from decent_dp.transport.agreement import View
+from decent_dp.transport.agreement import PeerView
 from decent_dp.transport.collectives import Collectives, needs_all, spanning_tree
-from decent_dp.transport.courier import Courier
-from decent_dp.transport.link import LinkState
+from decent_dp.transport.control_plane import Courier
 from decent_dp.transport.liveness import WireNeighbours
 from decent_dp.transport.messages import AGREEMENT
 from decent_dp.transport.peer_errors import UnreachableError
+from decent_dp.transport.peer_link import LinkState
 from decent_dp.transport.wire import Wire
 from tests.helpers import some_in_the_fast_tests
 from tests.wires import Net, wait_for
@@ -625,7 +625,7 @@ def test_the_tree_has_two_children_and_leaves_a_node_seldom():
 def alone(agree: Callable[..., Any], timeout: float = 60.0) -> Collectives:
     """Worker 0 of two, without ``faults=``; ``agree`` in place of that of its control plane."""
     courier = SimpleNamespace(begin=lambda number: None)
-    plane: Any = SimpleNamespace(courier=lambda channel: courier, view=lambda peer: View.LINKED, agree=agree)
+    plane: Any = SimpleNamespace(courier=lambda channel: courier, view=lambda peer: PeerView.LINKED, agree=agree)
     return Collectives(plane, 0, range(2), ["a", "a"], timeout, explain=lambda ranks, _: PeerLostError(f"{ranks} are gone"))
 
 

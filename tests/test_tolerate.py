@@ -29,7 +29,7 @@ from decent_dp.errors import NonFiniteError, PeerLostError
 from decent_dp.replica import replica as replica_module
 from decent_dp.rules import DriftCorrection, OuterNesterov
 from decent_dp.transport import run_replicas
-from decent_dp.transport.link import LinkState
+from decent_dp.transport.peer_link import LinkState
 from tests.helpers import SGD, assert_same, loss, net, values
 
 DEAD_AFTER = 4.0

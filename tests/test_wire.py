@@ -15,12 +15,11 @@ import zmq
 
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses, peer_errors, rendezvous
-from decent_dp.transport.channels import Channel, Link
 from decent_dp.transport.flow import Flow
 from decent_dp.transport.hello import BULK, CONTROL, REPLACED, Dialled, Identity, ReplacedError, Visitor
-from decent_dp.transport.link import LinkState, Receiving, Sending
 from decent_dp.transport.messages import DATA, HELLO, OFFERS, START, Header, pack, unpack
 from decent_dp.transport.peer_errors import GreetingError
+from decent_dp.transport.peer_link import Channel, LinkState, PeerLink, Receiving, Sending
 from decent_dp.transport.sockets import Event
 from tests.test_transport import caught, exchanges, grouping, pairing, swap
 from tests.wires import SECRET, Net, identity, make_doorman, receive
@@ -260,7 +259,7 @@ class Wires:
 
     def __init__(self) -> None:
         self.sent: list[Header] = []
-        self.hung_up: list[Link] = []
+        self.hung_up: list[PeerLink] = []
         self.flow = Flow(0, frozenset(), lambda *_: None, lambda *_: None, lambda _: None, self.hung_up.append)
         self.link = self.flow.link(1)
         channels: list[Any] = [Channel(SimpleNamespace(zmq=self), plane) for plane in (0, 1)]  # type: ignore[arg-type]

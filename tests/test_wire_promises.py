@@ -26,14 +26,14 @@ import decent_dp
 from decent_dp.errors import WireError
 from decent_dp.topo import Edge
 from decent_dp.transport import ProcessGroupTransport, addresses, rendezvous
-from decent_dp.transport.channels import Channel, Link, Network, Rate
 from decent_dp.transport.flow import Flow
 from decent_dp.transport.hello import CONTROL, password
-from decent_dp.transport.link import LinkState, Receiving, Sending
 from decent_dp.transport.messages import DATA, HEADER_BYTES, HELLO, HINT, LARGEST_FRAME, OFFERS, START, pack, unpack
 from decent_dp.transport.peer_errors import UnreachableError
-from decent_dp.transport.polling import Polling, Reader
+from decent_dp.transport.peer_link import Channel, LinkState, Network, PeerLink, Rate, Receiving, Sending
+from decent_dp.transport.polling import Polling
 from decent_dp.transport.sockets import _OPEN, Curve, Event, Sockets, _inode_of
+from decent_dp.transport.wire import Reader
 from tests.helpers import error_of
 from tests.wires import SECONDS, SECRET, Net, content, make_doorman, receive, send, wait_for
 
@@ -534,10 +534,14 @@ def test_a_busy_worker_is_dialled_again():
             threads[0].start()
             net.targets[0] = replace(net.targets[0], control=f"tcp://127.0.0.1:{proxy.getsockname()[1]}")
             net.wires[1].connect(0)
+            assert net.wires[1].is_connected(0)
         finally:
             net.close()
             for thread in threads:
                 thread.join(SECONDS)
+
+
+NOBODY: Any = None
 
 
 class Noise:
@@ -560,11 +564,11 @@ def test_who_sends_without_end_keeps_the_thread_for_a_bounded_time():
     polling = Polling(None)  # type: ignore[arg-type]
     polling.owners[noise] = Channel(noise, CONTROL)
     polling.is_watched = lambda _: True  # type: ignore[method-assign]
-    polling.doorman = SimpleNamespace(dropped=0)  # type: ignore[assignment]
+    doorman: Any = SimpleNamespace(dropped=0)
     began = time.monotonic()
-    Reader(polling, None, lambda *_: None, lambda *_: None).read(noise, began + 0.05)  # type: ignore[arg-type]
+    Reader(polling, NOBODY, doorman, NOBODY, NOBODY, NOBODY).read(noise, began + 0.05)
     assert time.monotonic() - began < 2
-    assert polling.doorman.dropped > 0
+    assert doorman.dropped > 0
 
 
 @pytest.mark.parametrize("is_open", [True, False])
@@ -574,7 +578,7 @@ def test_a_routing_id_that_others_may_have_seen_is_of_one_connection(is_open):
     listener.events = lambda: [Event(zmq.EVENT_DISCONNECTED, 5)]
     polling, channel = Polling(None), Channel(listener, CONTROL, b"id", 5)  # type: ignore[arg-type]
     polling.accept([channel])
-    polling.read_events(listener)
+    Reader(polling, NOBODY, NOBODY, NOBODY, NOBODY, NOBODY).read_events(listener)
     assert ((listener, b"id") in polling.routes) == (not is_open), "elsewhere, what came before the end is read"
     assert polling.over == [channel]
 
@@ -699,7 +703,7 @@ def test_hints_are_of_buckets_that_there_can_be():
     net = Net(2)
     try:
         net.connect()
-        net.wires[1].send_hint(0, (0, 2**20, HINT), b"")
+        net.wires[1].call(lambda: net.wires[1].flow.send_hint(0, (0, 2**20, HINT), b""))
         late = receive(net.wires[0], 1, (0, 0, 2), 1000)
         with pytest.raises(WireError, match="too many"):
             late.result(SECONDS)
@@ -747,7 +751,7 @@ def test_a_worker_of_another_version_is_named():
 
 def test_the_latency_is_that_of_requests():
     """Not of bytes that were asked for before the peer was in the exchange."""
-    link = Link(1, Network(local=False))
+    link = PeerLink(1, Network(local=False))
     link.count_wanted(100)
     assert link.asked is None
     link.count_wanted(-100)

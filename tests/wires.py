@@ -14,10 +14,11 @@ from typing import Any
 
 from decent_dp.transport.addresses import probe
 from decent_dp.transport.dialling import Target
-from decent_dp.transport.hello import Identity, password
-from decent_dp.transport.link import Key, Receiving, Sending
+from decent_dp.transport.hello import Credentials, Identity, password
 from decent_dp.transport.listening import Doorman
+from decent_dp.transport.messages import Key
 from decent_dp.transport.peer_errors import UnreachableError
+from decent_dp.transport.peer_link import Receiving, Sending
 from decent_dp.transport.sockets import Curve, Sockets
 from decent_dp.transport.wire import Wire
 
@@ -75,18 +76,19 @@ class Net:
             keys = {curve.public for curve in curves}
             self.wires.append(
                 Wire(
-                    replace(identity(rank), incarnation=joins.get(rank, 0)),
-                    b"another" if rank in strangers else SECRET,
+                    Credentials(
+                        replace(identity(rank), incarnation=joins.get(rank, 0)),
+                        b"another" if rank in strangers else SECRET,
+                        curves[rank],
+                        keys,
+                        lambda key: False,
+                    ),
                     range(size),
                     local,
                     sockets,
                     listeners,
-                    curves[rank],
-                    keys,
                     self.find,
-                    lambda key: False,
                     timeout,
-                    dead_after,
                 )
             )
 
@@ -130,20 +132,9 @@ class Net:
 
 def make_doorman(read_events: Callable[[Any], None] = lambda _: None) -> Doorman:
     """Of worker 0, that lets in whoever knows the secret."""
-    call: Callable[[Callable[[], None]], None] = lambda command: command()  # noqa: E731
-    return Doorman(
-        identity(0),
-        SECRET,
-        lambda _: None,
-        lambda *_: None,
-        None,
-        b"",
-        set(),
-        lambda _: False,
-        read_events,
-        call,
-        lambda _: None,
-    )
+    credentials = Credentials(identity(0), SECRET, Curve.create(), set(), lambda _: False)
+    nobody: Any = None
+    return Doorman(credentials, nobody, nobody, lambda _: None, lambda *_: None, read_events)
 
 
 def send(wire: Wire, peer: int, key: Key, data: bytes, ready: int | None = None) -> tuple[Sending, Future[None]]:
@@ -152,7 +143,7 @@ def send(wire: Wire, peer: int, key: Key, data: bytes, ready: int | None = None)
     sending = Sending(
         peer, key, memoryview(data), lambda: future.set_result(None), lambda error: future.set_exception(error), ready=length
     )
-    wire.send(sending)
+    wire.call(lambda: wire.flow.add_sending(sending))
     return sending, future
 
 
@@ -164,7 +155,8 @@ def receive(wire: Wire, peer: int, key: Key, size: int) -> Future[bytes]:
         if not future.done():
             future.set_exception(error)
 
-    wire.receive(Receiving(peer, key, memoryview(memory), lambda: future.set_result(bytes(memory)), fail))
+    receiving = Receiving(peer, key, memoryview(memory), lambda: future.set_result(bytes(memory)), fail)
+    wire.call(lambda: wire.flow.add_receiving(receiving))
     return future
 
 

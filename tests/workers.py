@@ -107,7 +107,7 @@ def shorten(transport: Any, seconds: float) -> None:
     """From now on waits of ``transport`` fail after ``seconds``; the workers connected with a timeout for busy machines."""
     timeout = timedelta(seconds=seconds)
     transport.timeout = transport._exchanges.policy._timeout = seconds
-    transport._rendezvous = transport._control_rendezvous = replace(transport._rendezvous, timeout=timeout)
+    transport._rendezvous = replace(transport._rendezvous, timeout=timeout)
     transport.control._timeout = seconds
     for communicator in transport._communicators.values():
         communicator._set_default_timeout(timeout)

@@ -35,7 +35,7 @@ from decent_dp.replica.snapshot import take
 from decent_dp.replica.staging import Staged, Staging
 from decent_dp.replica.waiting import wait_for_all
 from decent_dp.serialization import encode
-from decent_dp.transport.base import Transport
+from decent_dp.transport.interface import Transport
 
 __all__ = ["Saver", "Saving", "Trained", "replica_of", "save", "saver_of"]
 

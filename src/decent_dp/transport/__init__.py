@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from decent_dp.transport.base import Control, ExchangeRequest, Handle, Transport
 from decent_dp.transport.in_process import InProcessTransport, LocalHub, run_replicas
+from decent_dp.transport.interface import Control, ExchangeRequest, Handle, Transport
 from decent_dp.transport.neighbours import Neighbours, PeerTable
-from decent_dp.transport.newcomer import NewcomerTransport
 from decent_dp.transport.peers import Replicas
 from decent_dp.transport.process_group import (
+    NewcomerTransport,
     ProcessGroupTransport,
     check_encrypt,
     check_transport,

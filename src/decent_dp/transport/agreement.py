@@ -21,10 +21,10 @@ from __future__ import annotations
 import enum
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-__all__ = ["NO_ROUND", "Agreements", "View"]
+__all__ = ["NO_ROUND", "Agreements", "PeerView"]
 
 # Results of each kind (what is before the slash in their names) that are kept for workers that come late.
 _KEPT = 64
@@ -38,7 +38,7 @@ _ASK = "ask"
 _RESULT = "result"
 
 
-class View(enum.Enum):
+class PeerView(enum.Enum):
     """What a worker knows of another one."""
 
     LINKED = "it is connected, and gives signs of life"
@@ -121,7 +121,7 @@ class Agreements:
         self,
         rank: int,
         world_size: int,
-        view: Callable[[int], View],
+        view: Callable[[int], PeerView],
         send: Callable[[int, bytes], None],
         connect: Callable[[int], None],
         on_result: Callable[[str, Mapping[int, str]], None],
@@ -260,12 +260,13 @@ class Agreements:
         self._has_left = True
         for name, agreement in self._open.items():
             for peer in self._members(agreement):
-                if agreement.own is not None and self._view(peer) is View.LINKED:
+                if agreement.own is not None and self._view(peer) is PeerView.LINKED:
                     self._say(peer, name, agreement, self._rank, agreement.own, peer)
 
     def departed(self, peer: int) -> None:
-        """Another worker has left."""
+        """Another worker has left: others do not hear from it any more, either."""
         self._departed.add(peer)
+        self._sees = {other: sees - {peer} for other, sees in self._sees.items()}
 
     def renew(self, rank: int, incarnation: int) -> None:
         """Another process is this worker now: what the one before has said does not count any more."""
@@ -287,10 +288,10 @@ class Agreements:
     def _hears(self, peer: int, agreement: _Open) -> int | None:
         """The worker by way of which this one reaches another one: that itself, or one that both are connected to."""
         view = self._view(peer)
-        if view is View.LINKED:
+        if view is PeerView.LINKED:
             return peer
-        linked = [other for other in self._others if self._view(other) is View.LINKED and peer in self._sees.get(other, ())]
-        if view is View.LOST:  # what others have said in former agreements may be old
+        linked = [other for other in self._others if self._view(other) is PeerView.LINKED and peer in self._sees.get(other, ())]
+        if view is PeerView.LOST:  # what others have said in former agreements may be old
             linked = [other for other in linked if other in agreement.heard]
         return next(iter(linked), None)
 
@@ -304,7 +305,7 @@ class Agreements:
             via = self._hears(peer, agreement)
             if via is not None:
                 return peer, via
-            if self._view(peer) is not View.LOST:
+            if self._view(peer) is not PeerView.LOST:
                 self._connect(peer)
                 return None, peer
         return self._rank, self._rank
@@ -316,7 +317,7 @@ class Agreements:
 
     def _pursue(self, name: str, agreement: _Open) -> None:
         """Does what is to be done next."""
-        for peer in {peer for peer in agreement.via.values() if self._view(peer) is not View.LINKED}:
+        for peer in {peer for peer in agreement.via.values() if self._view(peer) is not PeerView.LINKED}:
             agreement.forget_from(peer, has_left=peer in self._departed)
         decider, via = self._decider(agreement)
         if decider is None:
@@ -332,10 +333,9 @@ class Agreements:
                 if agreement.via[rank] == rank != decider and (statement.stands_by == decider or rank in self._departed):
                     self._say(decider, name, agreement, rank, statement, decider)
 
-    def _say(self, to: int, name: str, agreement: _Open, rank: int, statement: _Statement, decider: int | None = None) -> None:
+    def _say(self, to: int, name: str, agreement: _Open, rank: int, statement: _Statement, decider: int | None) -> None:
         """Sends the statement of worker ``rank``, unless it was sent there."""
-        stands_by = self._rank if decider is None else decider
-        statement = _Statement(statement.text, stands_by, statement.round, statement.incarnation, statement.asks)
+        statement = replace(statement, stands_by=self._rank if decider is None else decider)
         if agreement.sent.get(rank) != (to, statement):
             agreement.sent[rank] = to, statement
             parts = [rank, *vars(statement).values()]
@@ -344,7 +344,7 @@ class Agreements:
     def _ask(self, name: str, agreement: _Open) -> None:
         message = self._pack(_ASK, name, agreement.among, [agreement.is_asked, agreement.missing])
         for peer in self._members(agreement):
-            if self._view(peer) is View.LINKED:
+            if self._view(peer) is PeerView.LINKED:
                 self._send(peer, message)
 
     def _decide(self, name: str, agreement: _Open) -> None:
@@ -357,10 +357,10 @@ class Agreements:
                 texts[peer] = statement.text
                 continue
             view = self._view(peer)
-            if self._is_absent(agreement, peer) or (view is View.LOST and self._hears(peer, agreement) is None):
+            if self._is_absent(agreement, peer) or (view is PeerView.LOST and self._hears(peer, agreement) is None):
                 continue
             agreement.missing.append(peer)
-            if view is View.UNKNOWN:
+            if view is PeerView.UNKNOWN:
                 self._connect(peer)
         if agreement.own is not None and not agreement.missing:
             self._conclude(name, agreement, dict(sorted(texts.items())))
@@ -405,7 +405,7 @@ class Agreements:
         return self._open[name]
 
     def _pack(self, kind: str, name: str, among: Sequence[int] | None, content: Any) -> bytes:
-        sees = [peer for peer in self._others if self._view(peer) is View.LINKED]
+        sees = [peer for peer in self._others if self._view(peer) is PeerView.LINKED]
         return json.dumps([kind, name, among, sees, content], separators=(",", ":"), ensure_ascii=False).encode()
 
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from decent_dp.errors import OutOfStepError, PeerLostError, PeerTimeoutError
-from decent_dp.transport.agreement import NO_ROUND, View
-from decent_dp.transport.base import Control, DeferredHandle, Handle
+from decent_dp.transport.agreement import NO_ROUND, PeerView
 from decent_dp.transport.control_plane import ControlPlane
+from decent_dp.transport.interface import Control, DeferredHandle, Handle
 from decent_dp.transport.messages import LARGEST_FRAME
 from decent_dp.transport.waiter import start_thread
 
@@ -36,8 +36,6 @@ _log = logging.getLogger(__name__)
 # The most bytes of the message of one worker, and of all, that go through an agreement; larger ones go over the tree.
 _SMALL = 2**12
 _SMALL_OF_ALL = LARGEST_FRAME // 4
-# The end of what a worker says about itself that has missed calls.
-_LATE = "late"
 # What a worker says at the end of a collective: whether it has its result.
 _DONE = "done"
 _FAILED = "failed"
@@ -232,7 +230,8 @@ class Collectives(Control):
     def _propose(self, name: str, what: str, text: str) -> futures.Future[Mapping[int, str]]:
         # Later ones of a call are those of the workers that have made the first.
         among = self.ranks if self._number else self._among
-        away = [rank for rank in self.ranks if self._plane.view(rank) in (View.PENDING, View.LOST) and rank != self._rank]
+        others = [rank for rank in self.ranks if rank != self._rank]
+        away = [rank for rank in others if self._plane.view(rank) in (PeerView.PENDING, PeerView.LOST)]
         said = _Said(
             self._describe(what), self._history, self._incarnation, self._round, self._entered, self._is_late, away, text
         )
@@ -369,11 +368,11 @@ class Collectives(Control):
 
         def check(peer: int) -> None:
             view = self._plane.view(peer)
-            if view is View.LOST:
+            if view is PeerView.LOST:
                 raise PeerLostError(f"worker {peer} is gone")
-            if view is View.UNKNOWN:
+            if view is PeerView.UNKNOWN:
                 self._plane.connect(peer)
-            if self._plane.is_asked(name) or not all(map(has_it, self._plane.heard(name))):
+            if self._plane.agreements.is_asked(name) or not all(map(has_it, self._plane.agreements.heard(name))):
                 raise PeerLostError("another worker has lost one, or makes another call")
             if time.monotonic() - began > self._timeout:
                 raise PeerTimeoutError(

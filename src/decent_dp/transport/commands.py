@@ -7,24 +7,32 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 
 from decent_dp.errors import PeerLostError
+from decent_dp.transport.waiter import start_thread
 
 __all__ = ["Commands"]
+
+T = TypeVar("T")
 
 
 class Commands:
     """A queue of calls. A byte in a pipe wakes the thread, which polls ``wakeup``.
 
     Attributes:
+        thread: makes the calls; set before the first of them.
+        closing: what fails in other threads does not matter any more.
         ended: nothing is called any more.
         error: what has ended the thread. ``failed_in``: the name of the thread in which it was raised.
     """
 
+    thread: threading.Thread
+
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
-        self.ended = False
+        self.closing = self.ended = False
         self.error: BaseException | None = None
         self.failed_in = ""
         self.wakeup, self._waker = os.pipe()
@@ -35,8 +43,10 @@ class Commands:
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def put(self, command: Callable[[], None], *, wake: bool) -> None:
-        """Adds a call. ``wake``: from another thread.
+    # -- called by any thread -----------------------------------------------------------------------------------------
+
+    def call(self, command: Callable[[], None]) -> None:
+        """Has the thread run ``command``.
 
         Raises:
             RuntimeError: the thread has ended.
@@ -45,10 +55,48 @@ class Commands:
             if self.ended:
                 raise self.is_over() from self.error
             self._waiting.append(command)
-            if wake and not self._woken:
+            if not self._woken and threading.current_thread() is not self.thread:
                 self._woken = True
                 with contextlib.suppress(BlockingIOError):
                     os.write(self._waker, b"!")
+
+    def look_up(self, find: Callable[[], T], then: Callable[[T], None], name: str) -> bool:
+        """Has a thread of its own call ``find``, which may block, and this one ``then`` with what it returns. Returns whether
+        there is a thread for it. An error of ``find`` ends this worker."""
+
+        def run() -> None:
+            found = find()
+            with contextlib.suppress(RuntimeError):  # the transport was closed in the meantime
+                self.call(lambda: then(found))
+
+        return start_thread(run, name, self.fail)
+
+    def fail(self, error: Exception) -> None:
+        """``Neighbours.fail``."""
+        name = threading.current_thread().name
+
+        def end() -> None:
+            self.failed_in = self.failed_in or name
+            raise error
+
+        if not self.closing:
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self.call(end)
+
+    def refuse_failed(self) -> None:
+        """``Neighbours.refuse_failed``."""
+        if self.error is not None:
+            raise self.is_over() from self.error
+
+    def is_over(self) -> RuntimeError:
+        if self.error is None:
+            return RuntimeError("the transport was closed")
+        if isinstance(self.error, PeerLostError):  # nothing has failed here
+            return PeerLostError(str(self.error))
+        what = f"{type(self.error).__name__}: {self.error}"
+        return RuntimeError(f"the transport of this worker has failed: {what} (in the thread {self.failed_in})")
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
 
     def awake(self) -> None:
         """Empties the pipe. A command that comes after that wakes the thread again."""
@@ -76,14 +124,6 @@ class Commands:
         """In a forked process, which has no such thread."""
         self._lock = threading.Lock()  # another thread of the parent may have locked it
         self.ended = True
-
-    def is_over(self) -> RuntimeError:
-        if self.error is None:
-            return RuntimeError("the transport was closed")
-        if isinstance(self.error, PeerLostError):  # nothing has failed here
-            return PeerLostError(str(self.error))
-        what = f"{type(self.error).__name__}: {self.error}"
-        return RuntimeError(f"the transport of this worker has failed: {what} (in the thread {self.failed_in})")
 
     def close(self) -> None:
         os.close(self.wakeup)

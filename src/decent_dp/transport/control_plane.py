@@ -1,28 +1,34 @@
-"""Agreements and collectives over the connections to other workers."""
+"""Agreements, and blocks of bytes for collectives, over connections to other workers that may break."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from decent_dp.errors import PeerLostError, WireError
-from decent_dp.transport.agreement import NO_ROUND, Agreements, View
-from decent_dp.transport.courier import Courier, Couriers
-from decent_dp.transport.link import Key
-from decent_dp.transport.messages import AGREEMENT
+from decent_dp.transport.agreement import NO_ROUND, Agreements, PeerView
+from decent_dp.transport.messages import ACK, AGREEMENT, BLOCKS, Key
 
-__all__ = ["ControlPlane"]
+__all__ = ["ControlPlane", "Courier"]
 
-# Seconds between two looks at the other workers while an agreement is open, and between two questions to those that miss.
+# Blocks that are sent before the first of them is acknowledged.
+_WINDOW = 2
+# Bits of a collective's number that count within a channel.
+_CHANNEL = 56
+# Seconds between two calls of ``check`` of a call that waits.
+_CHECK = 0.05
+# Seconds between two looks at the other workers while an agreement is open.
 _LOOK = 0.1
+# Seconds between two questions to those that miss in it.
 _ASK = 0.5
 
 
 class ControlPlane:
-    """Moves the notes of ``Agreements`` and of a ``Courier``.
+    """Moves the notes of ``agreements`` and of a ``Courier`` for each channel.
 
     Args:
         call: runs a function in the transport's thread.
@@ -36,14 +42,14 @@ class ControlPlane:
         world_size: int,
         call: Callable[[Callable[[], None]], None],
         send_note: Callable[[int, Key, bytes], None],
-        view: Callable[[int], View],
+        view: Callable[[int], PeerView],
         connect: Callable[[int], None],
         first_round: Callable[[int], int] = lambda peer: -1,
         incarnation: int = 0,
     ) -> None:
-        self._call, self.view, self._connect = call, view, connect
-        self._couriers = Couriers(lambda peer, key, block: call(lambda: send_note(peer, key, block)))
-        self._agreements = Agreements(
+        self._call, self._send_note, self.view, self._connect = call, send_note, view, connect
+        self._couriers: dict[int, Courier] = {}
+        self.agreements = Agreements(
             rank,
             world_size,
             view,
@@ -68,27 +74,21 @@ class ControlPlane:
         def propose() -> None:
             with self._lock:
                 self._futures.setdefault(name, []).append(future)
-            self._agreements.propose(name, text, round_=round_, among=among, asks=asks)
+            self.agreements.propose(name, text, round_=round_, among=among, asks=asks)
             self._look_soon()
 
         self._call(propose)
         return future
 
     def courier(self, channel: int) -> Courier:
-        """``Couriers.of``."""
-        return self._couriers.of(channel)
+        return self._couriers.setdefault(channel, Courier(self._send_block, channel))
 
-    def heard(self, name: str) -> list[str]:
-        """``Agreements.heard``."""
-        return self._agreements.heard(name)
-
-    def is_asked(self, name: str) -> bool:
-        """``Agreements.is_asked``."""
-        return self._agreements.is_asked(name)
+    def _send_block(self, peer: int, key: Key, block: bytes) -> None:
+        self._call(lambda: self._send_note(peer, key, block))
 
     def missing(self, name: str) -> list[int]:
-        """The workers that an agreement waits for, as far as this one knows."""
-        return self._agreements.missing(name)
+        """``Agreements.missing``."""
+        return self.agreements.missing(name)
 
     def connect(self, peer: int) -> None:
         """A connection is needed."""
@@ -103,30 +103,19 @@ class ControlPlane:
             WireError: it is none of those that are sent here.
         """
         if key[1] != AGREEMENT:
-            self._couriers.hear(peer, key, text)
+            self.courier(key[0] >> _CHANNEL).hear(peer, key, text)
             return
         try:
-            self._agreements.hear(peer, text)
+            self.agreements.hear(peer, text)
         except ValueError as error:
             raise WireError(f"worker {peer} sent {error}") from error
         self._look_soon()
 
-    def renew(self, peer: int, incarnation: int) -> None:
-        """Another process is this worker now."""
-        self._agreements.renew(peer, incarnation)
-
     def reconnected(self, peer: int) -> None:
         """A connection was made, perhaps in place of a lost one."""
-        self._couriers.reconnected(peer)
-        self._agreements.reconnected(peer)
-
-    def leave(self) -> None:
-        """``Agreements.leave``."""
-        self._agreements.leave()
-
-    def departed(self, peer: int) -> None:
-        """``Agreements.departed``."""
-        self._agreements.departed(peer)
+        for courier in list(self._couriers.values()):
+            courier.reconnected(peer)
+        self.agreements.reconnected(peer)
 
     def close(self, cause: BaseException | None = None) -> None:
         """Nothing is decided any more. ``cause``: why, if it is not the end of the run."""
@@ -144,13 +133,13 @@ class ControlPlane:
         now = time.monotonic()
         if now >= self._look_at:
             again = now >= self._ask_at
-            self._agreements.look(again=again)
-            self._look_at = now + _LOOK if self._agreements.waiting else math.inf
+            self.agreements.look(again=again)
+            self._look_at = now + _LOOK if self.agreements.waiting else math.inf
             self._ask_at = now + _ASK if again else self._ask_at
         return self._look_at
 
     def _look_soon(self) -> None:
-        if self._agreements.waiting and self._look_at == math.inf:
+        if self.agreements.waiting and self._look_at == math.inf:
             now = time.monotonic()
             self._look_at, self._ask_at = now + _LOOK, now + _ASK
 
@@ -159,3 +148,93 @@ class ControlPlane:
             futures = self._futures.pop(name, [])
         for future in futures:
             future.set_result(texts)
+
+
+class Courier:
+    """Sends blocks as notes, which are acknowledged when they have come, and sent again when a connection was made again.
+
+    Collectives are numbered. What belongs to an earlier one than the present is dropped, and what belongs to the next one waits
+    for it.
+
+    Args:
+        send: sends a note to a worker; any thread may call it.
+        channel: of collectives of other members, or of another time, which have numbers of their own.
+    """
+
+    def __init__(self, send: Callable[[int, Key, bytes], None], channel: int = 0) -> None:
+        self._send, self._base = send, channel << _CHANNEL
+        self._changed = threading.Condition()
+        self._number = -1
+        # By worker: blocks that were sent and not acknowledged, by their number; and how many were sent.
+        self._out: defaultdict[int, dict[int, bytes]] = defaultdict(dict)
+        self._sent: defaultdict[int, int] = defaultdict(int)
+        # By worker: blocks that have come and nobody has taken, and how many have come.
+        self._in: defaultdict[int, deque[bytes]] = defaultdict(deque)
+        self._came: defaultdict[int, int] = defaultdict(int)
+        # By worker: the blocks of the next collective.
+        self._early: defaultdict[int, dict[Key, bytes]] = defaultdict(dict)
+
+    # -- in the thread that makes the collective ----------------------------------------------------------------------
+
+    def begin(self, number: int) -> None:
+        """Begins a collective, and drops what is left of those before."""
+        with self._changed:
+            self._number = self._base + number
+            for queue in (self._out, self._sent, self._in, self._came):
+                queue.clear()
+            early = [(peer, key, block) for peer, blocks in self._early.items() for key, block in sorted(blocks.items())]
+            self._early.clear()
+            for peer, key, block in early:  # before any that come now
+                self.hear(peer, key, block)
+
+    def put(self, peer: int, block: bytes, check: Callable[[int], None]) -> None:
+        """Sends a block, as soon as few others are in flight to this worker. ``check`` is called with it, and may raise."""
+        with self._changed:
+            while len(self._out[peer]) >= _WINDOW:
+                check(peer)
+                self._changed.wait(_CHECK)
+            key = (self._number, BLOCKS, self._sent[peer])
+            self._out[peer][self._sent[peer]] = block
+            self._sent[peer] += 1
+        self._send(peer, key, block)
+
+    def get(self, peer: int, check: Callable[[int], None]) -> bytes:
+        """The next block of a worker."""
+        with self._changed:
+            while not self._in[peer]:
+                check(peer)
+                self._changed.wait(_CHECK)
+            return self._in[peer].popleft()
+
+    # -- in the transport's thread --------------------------------------------------------------------------------------
+
+    def hear(self, peer: int, key: Key, block: bytes) -> None:
+        """A block has come, perhaps again, or an acknowledgement."""
+        number, kind, count = key
+        with self._changed:
+            if number > self._number and kind == BLOCKS:
+                early = self._early[peer]
+                early[key] = block
+                while len(early) > _WINDOW:  # no more than that are in flight; others are of one that was given up
+                    del early[min(early)]
+            if number != self._number:
+                return
+            self._changed.notify_all()
+            if kind == ACK:
+                for sent in [sent for sent in self._out[peer] if sent < count]:
+                    del self._out[peer][sent]
+                return
+            if count == self._came[peer]:
+                self._came[peer] += 1
+                self._in[peer].append(block)
+            came = self._came[peer]
+        self._send(peer, (number, ACK, came), b"")
+
+    def reconnected(self, peer: int) -> None:
+        """What was in flight to a worker may be lost."""
+        with self._changed:
+            again = [((self._number, BLOCKS, count), block) for count, block in self._out[peer].items()]
+            if self._came[peer]:
+                again.append(((self._number, ACK, self._came[peer]), b""))
+        for key, block in again:
+            self._send(peer, key, block)

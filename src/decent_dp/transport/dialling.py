@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import secrets
@@ -10,26 +9,26 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import zmq
 
-from decent_dp.transport.channels import Channel
+from decent_dp.errors import WireError
+from decent_dp.transport.commands import Commands
 from decent_dp.transport.flow import Flow
-from decent_dp.transport.hello import BULK, CONTROL, CrossingError, Dialled, Identity, ReplacedError
-from decent_dp.transport.link import LinkState
-from decent_dp.transport.messages import HELLO, REFUSED, Header, pack
+from decent_dp.transport.hello import BULK, CONTROL, Credentials, CrossingError, Dialled, Identity, ReplacedError
+from decent_dp.transport.messages import HELLO, REFUSED, pack, unpack
 from decent_dp.transport.peer_errors import GreetingError, UnreachableError
-from decent_dp.transport.sockets import Curve, Event, Socket, Sockets
-from decent_dp.transport.waiter import start_thread
+from decent_dp.transport.peer_link import Channel, LinkState
+from decent_dp.transport.polling import Polling
+from decent_dp.transport.sockets import Event, Socket, Sockets, rest_of
 
-__all__ = ["Attempt", "Dialler", "End", "Target"]
+__all__ = ["Dialler", "Target"]
 
 _log = logging.getLogger(__name__)
 
 # Seconds between two tries at first: few, as the sockets of a process that is killed do not all close at once.
 _FIRST = 0.02
-# And at most.
+# Seconds between two tries at most: each costs a thread and a probe.
 _LAST = 0.5
 # Of two workers that want a connection one dials at once. Seconds until the other one dials, too: it may be the one that gets
 # through, where a firewall is between them.
@@ -55,7 +54,7 @@ class Target:
 
 
 @dataclass(eq=False)
-class End:
+class _End:
     """One connection of an attempt.
 
     Attributes:
@@ -65,13 +64,13 @@ class End:
 
     channel: Channel
     dialled: Dialled
-    attempt: Attempt
+    attempt: _Attempt
     challenged: bool = False
     welcome: Identity | None = None
 
 
 @dataclass(eq=False)
-class Attempt:
+class _Attempt:
     """One try to open the connections to a peer.
 
     Attributes:
@@ -82,57 +81,38 @@ class Attempt:
     peer: int
     target: Target
     deadline: float
-    ends: list[End] = field(default_factory=list)
+    ends: list[_End] = field(default_factory=list)
     over: bool = False
-
-
-class Poll(Protocol):
-    """The part of the polling that the dialler uses."""
-
-    def watch(self, socket: Socket, owner: End) -> None: ...
-
-    def pause(self, socket: Socket) -> None: ...
-
-    def resume(self, socket: Socket, channel: Channel) -> None: ...
-
-    def forget(self, socket: Socket) -> None: ...
 
 
 class Dialler:
     """Looks addresses up in threads of their own. All else is for the transport's thread.
 
     Args:
-        identity, secret, curve: this worker's.
-        find: returns where a process of a worker listens, blocking, if somebody does.
-        call: runs a function in the transport's thread.
+        find: returns where a process of a worker listens, by its rank and incarnation, if somebody does; blocking.
         timeout: seconds that a worker has to answer.
         goes_first: whether this worker dials another one at once.
-        on_error: ends this worker with an error of another thread.
     """
 
     def __init__(
         self,
-        flow: Flow,
-        poll: Poll,
+        credentials: Credentials,
         sockets: Sockets,
-        identity: Identity,
-        secret: bytes,
-        curve: Curve,
+        commands: Commands,
+        flow: Flow,
+        polling: Polling,
         find: Callable[[int, int], Target],
-        call: Callable[[Callable[[], None]], None],
         timeout: float,
         goes_first: Callable[[int], bool],
-        on_error: Callable[[Exception], None],
     ) -> None:
-        self._flow, self._poll, self._sockets = flow, poll, sockets
-        self._identity, self._secret, self._curve = identity, secret, curve
-        self._find, self._call, self._timeout = find, call, timeout
-        self._goes_first, self._on_error = goes_first, on_error
+        self._credentials, self._sockets, self._commands, self._flow = credentials, sockets, commands, flow
+        self._polling, self._find, self._timeout, self._goes_first = polling, find, timeout, goes_first
         # When each peer is dialled next; infinite while it is being dialled.
         self._due: dict[int, float] = {}
         self._pauses: dict[int, float] = {}
         self._wanted_at: dict[int, float] = {}
-        self._attempts: dict[int, Attempt] = {}
+        self._attempts: dict[int, _Attempt] = {}
+        self._ends: dict[Socket, _End] = {}
 
     def want(self, peer: int) -> None:
         """A connection is needed. It is tried until it is there, or the peer is gone."""
@@ -156,7 +136,7 @@ class Dialler:
             elif now >= due:
                 self._due[peer] = math.inf
                 # A thread for each, as one that cannot be reached takes long.
-                if not start_thread(partial(self._look_up, peer), "decent_dp-dial", self._on_error):
+                if not self._commands.look_up(partial(self._look_up, peer), lambda outcome: outcome(), "decent_dp-dial"):
                     self._try_again(peer)
         deadlines = (attempt.deadline for attempt in self._attempts.values())
         return min([*self._due.values(), *deadlines], default=math.inf)
@@ -167,15 +147,13 @@ class Dialler:
         self._wanted_at.pop(peer, None)
         self.cancel(peer)
 
-    def _look_up(self, peer: int) -> None:
+    def _look_up(self, peer: int) -> Callable[[], None]:
+        """Returns what is to be done then in the transport's thread."""
         incarnation = self._flow.link(peer).incarnation
-        outcome: Callable[[], None]
         try:
-            outcome = partial(self._dial, peer, incarnation, self._find(peer, incarnation))
+            return partial(self._dial, peer, incarnation, self._find(peer, incarnation))
         except (OSError, RuntimeError) as error:
-            outcome = partial(self._failed, peer, error)
-        with contextlib.suppress(RuntimeError):  # the transport was closed in the meantime
-            self._call(outcome)
+            return partial(self._failed, peer, error)
 
     def _dial(self, peer: int, incarnation: int, target: Target) -> None:
         link = self._flow.link(peer)
@@ -185,30 +163,32 @@ class Dialler:
         if link.state is LinkState.BROKEN and not self._goes_first(peer) and time.monotonic() < link.since + _OTHER_FIRST:
             self._try_again(peer)  # the peer still listens, and dials; if its process ends, that is noticed at once
             return
-        self._attempts[peer] = Attempt(peer, target, time.monotonic() + self._timeout)
+        self._attempts[peer] = _Attempt(peer, target, time.monotonic() + self._timeout)
         self._start(self._attempts[peer])
 
-    def _start(self, attempt: Attempt) -> None:
+    def _start(self, attempt: _Attempt) -> None:
         name = secrets.token_bytes(16)  # never twice: of two connections with one routing id the second is ignored
-        curve = self._curve if attempt.target.key else None
-        keys = self._curve.public + attempt.target.key if curve else b""
+        mine = self._credentials
+        curve = mine.curve if attempt.target.key else None
+        keys = mine.curve.public + attempt.target.key if curve else b""
         try:
             for plane in (CONTROL, BULK):
                 # Heartbeats wait behind data of their connection: they go where there are none.
                 beats = plane == CONTROL
                 endpoint = attempt.target.control if beats else attempt.target.bulk
                 socket = self._sockets.dial(endpoint, name + bytes([plane]), curve, attempt.target.key, beats=beats)
-                channel = Channel(socket, plane)
-                end = End(channel, Dialled(self._identity, self._secret, attempt.peer, plane, name, keys), attempt)
-                attempt.ends.append(end)
-                self._poll.watch(socket, end)
+                dialled = Dialled(mine.identity, mine.secret, attempt.peer, plane, name, keys)
+                self._ends[socket] = _End(Channel(socket, plane), dialled, attempt)
+                attempt.ends.append(self._ends[socket])
+                self._polling.watch(socket)
         except OSError as error:
             self._end(attempt, error)
 
     # -- what happens to an attempt -------------------------------------------------------------------------------------
 
-    def on_event(self, end: End, event: Event) -> None:
-        if end.attempt.over:
+    def on_event(self, socket: Socket, event: Event) -> None:
+        end = self._ends.get(socket)
+        if end is None:
             return
         if event.kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             end.channel.socket.zmq.get(zmq.EVENTS)  # else a socket looks for new connections once in a millisecond
@@ -220,27 +200,28 @@ class Dialler:
             )
             self._end(end.attempt, GreetingError(f"worker {end.attempt.peer} cannot be greeted: {what}"))
 
-    def fail(self, end: End, error: Exception) -> None:
-        """Something else than a worker of this version answers."""
-        self._end(end.attempt, GreetingError(str(error)))
-
-    def on_message(self, end: End, header: Header, body: bytes) -> None:
-        attempt = end.attempt
-        if attempt.over:
+    def hear(self, socket: Socket, first: bytes) -> None:
+        """A message has come; ``first``: its first frame."""
+        end, body = self._ends.get(socket), rest_of(socket.zmq)
+        if end is None:
             return
+        attempt = end.attempt
         try:
+            header = unpack(first, attempt.peer)
             if header.kind == HELLO and header.flags == 2:
                 end.channel.send(pack(HELLO, flags=3), end.dialled.prove(body))
                 end.challenged = True
             elif (header.kind == HELLO and header.flags == 4) or header.kind == REFUSED:
                 end.welcome = end.dialled.accept(body)
-                self._poll.pause(end.channel.socket)  # what follows is for an open link
+                self._polling.pause(socket)  # what follows is for an open link
                 if all(other.welcome is not None for other in attempt.ends):
                     self._open(attempt)
         except GreetingError as error:
             self._end(attempt, error)
+        except WireError as error:  # something else than a worker of this version answers
+            self._end(attempt, GreetingError(str(error)))
 
-    def _open(self, attempt: Attempt) -> None:
+    def _open(self, attempt: _Attempt) -> None:
         [identity, *others] = {end.welcome for end in attempt.ends if end.welcome is not None}
         if others:
             self._end(attempt, GreetingError(f"two processes answer at the address of worker {attempt.peer}"))
@@ -249,20 +230,21 @@ class Dialler:
         channels = [end.channel for end in attempt.ends]
         self._connected(attempt.peer, identity, channels)
         for channel in channels:
-            if not channel.socket.zmq.closed:
-                self._poll.resume(channel.socket, channel)
+            self._polling.resume(channel)
 
-    def _over(self, attempt: Attempt) -> None:
+    def _over(self, attempt: _Attempt) -> None:
         attempt.over = True
+        for end in attempt.ends:
+            self._ends.pop(end.channel.socket, None)
         if self._attempts.get(attempt.peer) is attempt:
             del self._attempts[attempt.peer]
 
-    def _end(self, attempt: Attempt, error: Exception | None) -> None:
+    def _end(self, attempt: _Attempt, error: Exception | None) -> None:
         if attempt.over:
             return
         self._over(attempt)
         for end in attempt.ends:
-            self._poll.forget(end.channel.socket)
+            self._polling.forget(end.channel.socket)
         if error is not None:
             self._failed(attempt.peer, error)
 
@@ -287,10 +269,10 @@ class Dialler:
         is_same = link.uid in (b"", other.uid) and link.incarnation == other.incarnation
         if link.is_connected or link.state is LinkState.GONE or not is_same:
             for channel in channels:
-                self._poll.forget(channel.socket)
+                self._polling.forget(channel.socket)
             return
         # A process that has joined, or wants to, may be no member for the other one yet.
-        open_ = self._flow.open_joining if self._identity.incarnation else self._flow.open
+        open_ = self._flow.open_joining if self._credentials.identity.incarnation else self._flow.open
         open_(link, other.uid, *channels)
 
     def _try_again(self, peer: int) -> None:

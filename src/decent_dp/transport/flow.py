@@ -2,7 +2,7 @@
 
 The order of messages on a link decides when a bucket can be mixed. So a receiver wants bytes of the earliest exchange first
 (``messages``), and a sender hands no more to libzmq than is wanted, the earliest exchange first. What is wanted and has not
-arrived is bounded by time, from what peers were seen to send (``channels.Network``). So an earlier round can overtake, and the
+arrived is bounded by time, from what peers were seen to send (``peer_link.Network``). So an earlier round can overtake, and the
 queue at a slow link stays short. Inside a node whole messages are wanted at once, as each turn of this thread may wait for the
 interpreter.
 
@@ -20,8 +20,6 @@ import time
 from collections.abc import Callable
 
 from decent_dp.errors import WireError
-from decent_dp.transport.channels import SMALL, Channel, Link, Network, Rate
-from decent_dp.transport.link import Key, LinkState, Message, Receiving, Sending
 from decent_dp.transport.messages import (
     ASK,
     ASKS,
@@ -39,9 +37,11 @@ from decent_dp.transport.messages import (
     START,
     VOTE,
     Header,
+    Key,
     check_size,
     pack,
 )
+from decent_dp.transport.peer_link import SMALL, Channel, LinkState, Message, Network, PeerLink, Rate, Receiving, Sending
 from decent_dp.transport.settlement import Settlement
 from decent_dp.transport.sockets import SILENT
 from decent_dp.transport.streams import profiled
@@ -95,27 +95,27 @@ class Flow:
         on_call: Callable[[int, Key, bytes], None],
         on_hint: Callable[[int, Key, bytes], None],
         on_open: Callable[[int], None],
-        hang_up: Callable[[Link], None],
+        hang_up: Callable[[PeerLink], None],
         dead_after: float = 10.0,
     ) -> None:
         self._rank, self._local = rank, local
         self._on_call, self._on_hint, self._on_open, self._hang_up = on_call, on_hint, on_open, hang_up
         self._networks = {local: Network(local) for local in (True, False)}
         self._order = itertools.count()
-        self.links: dict[int, Link] = {}
-        self.joiners: dict[tuple[int, int], Link] = {}
+        self.links: dict[int, PeerLink] = {}
+        self.joiners: dict[tuple[int, int], PeerLink] = {}
         self.dead_after = dead_after
         self.round, self.first_bucket, self.paused, self.epoch = -1, 0, False, 0
         self.reconnects = self.dropped = 0
         self.replaced = False
         self.settlement = Settlement(self)
 
-    def link(self, peer: int) -> Link:
+    def link(self, peer: int) -> PeerLink:
         if peer not in self.links:
-            self.links[peer] = Link(peer, self._networks[peer in self._local])
+            self.links[peer] = PeerLink(peer, self._networks[peer in self._local])
         return self.links[peer]
 
-    def open(self, link: Link, uid: bytes, control: Channel, bulk: Channel) -> None:
+    def open(self, link: PeerLink, uid: bytes, control: Channel, bulk: Channel) -> None:
         """Uses connections to a process of the peer, which has proven who it is."""
         self.reconnects += bool(link.uid) and link.state is not LinkState.JOINING
         self._use(link, LinkState.OPEN, uid, control, bulk)
@@ -132,13 +132,13 @@ class Flow:
             self.queue(sending)
         self._on_open(link.peer)
 
-    def open_joining(self, link: Link, uid: bytes, control: Channel, bulk: Channel) -> None:
+    def open_joining(self, link: PeerLink, uid: bytes, control: Channel, bulk: Channel) -> None:
         """Uses connections between two processes of which one is no member for the other yet."""
         self.reconnects += bool(link.uid)
         link.joining = control, bulk
         self._use(link, LinkState.JOINING, uid, control, bulk)
 
-    def _use(self, link: Link, state: LinkState, uid: bytes, control: Channel, bulk: Channel) -> None:
+    def _use(self, link: PeerLink, state: LinkState, uid: bytes, control: Channel, bulk: Channel) -> None:
         control.link = bulk.link = link
         was_joining = link.state is LinkState.JOINING
         link.enter(state)
@@ -150,14 +150,14 @@ class Flow:
         """A process that is no member has connected."""
         if (before := self.joiners.get((peer, incarnation))) is not None:
             self.lose(before, "replaced by the peer")
-        link = self.joiners[peer, incarnation] = Link(peer, self._networks[peer in self._local])
+        link = self.joiners[peer, incarnation] = PeerLink(peer, self._networks[peer in self._local])
         link.incarnation = incarnation
         self.open_joining(link, uid, control, bulk)
 
     def renew(self, peer: int, incarnation: int, start: int) -> None:
         """Another process is this peer now, from round ``start`` on. It counts as one that was connected just now."""
         self.give_up(self.link(peer), "another process has taken its place")
-        link = Link(peer, self._networks[peer in self._local])
+        link = PeerLink(peer, self._networks[peer in self._local])
         link.incarnation, link.start = incarnation, start
         link.enter(LinkState.BROKEN)
         link.heard = link.since
@@ -186,7 +186,7 @@ class Flow:
             more |= not left
         return more
 
-    def _admit(self, message: Message) -> Link | None:
+    def _admit(self, message: Message) -> PeerLink | None:
         """The link of a new message; None if the message is done, or has failed, already."""
         link = self.link(message.peer)
         if message.size == 0:
@@ -214,7 +214,7 @@ class Flow:
         if link.state is LinkState.OPEN:
             self._begin(link, receiving)
 
-    def _begin(self, link: Link, receiving: Receiving) -> None:
+    def _begin(self, link: PeerLink, receiving: Receiving) -> None:
         """Asks for a message, or for the rest of it on a new connection."""
         if receiving.size <= SMALL or link.network.local:
             self._want(link, receiving, receiving.size)
@@ -229,13 +229,13 @@ class Flow:
             upto = min(receiving.size, receiving.received + ahead) if is_first and not receiving.offered else receiving.granted
             self._want(link, receiving, upto)
 
-    def _want(self, link: Link, receiving: Receiving, upto: int) -> None:
+    def _want(self, link: PeerLink, receiving: Receiving, upto: int) -> None:
         if receiving.offered and receiving.size > SMALL:
             link.count_wanted(upto - receiving.granted, asks=True)
         receiving.granted = upto
         self._start(link, receiving)
 
-    def _start(self, link: Link, receiving: Receiving) -> None:
+    def _start(self, link: PeerLink, receiving: Receiving) -> None:
         if link.control is not None:
             flags = OFFERS if _is_mutual(receiving.key) else 0
             link.control.send(pack(START, receiving.key, flags, receiving.received, receiving.granted, receiving.size))
@@ -254,7 +254,7 @@ class Flow:
             else:
                 i += 1
 
-    def _offered(self, link: Link, receiving: Receiving) -> None:
+    def _offered(self, link: PeerLink, receiving: Receiving) -> None:
         """The peer has the message, or is in the exchange."""
         if not receiving.offered:
             receiving.offered = True
@@ -264,7 +264,7 @@ class Flow:
                 if receiving.granted < receiving.size:
                     bisect.insort(link.network.wanted, (receiving.priority, receiving))
 
-    def memory_for(self, link: Link, header: Header) -> memoryview | None:
+    def memory_for(self, link: PeerLink, header: Header) -> memoryview | None:
         """Where the body of a DATA message goes; None: it is not wanted any more.
 
         Raises:
@@ -287,7 +287,7 @@ class Flow:
             )
         return receiving.memory[begin:end]
 
-    def arrived(self, link: Link, header: Header) -> None:
+    def arrived(self, link: PeerLink, header: Header) -> None:
         """A part of a message was written to its memory."""
         receiving, length = link.receivings[header.key], header.second
         self._hear_round(link, header)
@@ -335,7 +335,7 @@ class Flow:
             sending.queued = True
             heapq.heappush(link.network.sendings, (sending.priority, sending))
 
-    def _wanted(self, link: Link, sending: Sending, header: Header) -> None:
+    def _wanted(self, link: PeerLink, sending: Sending, header: Header) -> None:
         had, upto = header.first, header.second
         check_size(self._rank, link.peer, sending.key, header.size, sending.size)
         if not had <= upto <= sending.size:
@@ -368,7 +368,7 @@ class Flow:
             sending.queued = False
         return False
 
-    def _send_frame(self, link: Link, channel: Channel, sending: Sending) -> None:
+    def _send_frame(self, link: PeerLink, channel: Channel, sending: Sending) -> None:
         frame = LARGEST_FRAME
         if not link.network.local:
             wanted = sending.granted - sending.arrived
@@ -385,13 +385,13 @@ class Flow:
             del link.sendings[sending.key]
             sending.done()
 
-    def recall(self, link: Link, sending: Sending) -> None:
+    def recall(self, link: PeerLink, sending: Sending) -> None:
         """The memory of a message in doubt is the caller's from now on. libzmq may still read it, and the peer must not get
         what is written there next: the connection is made anew."""
         if sending.lent and sending.written > sending.arrived and link.state is LinkState.OPEN:
             self.lose(link, "a message was given up")
 
-    def cancel(self, link: Link, receiving: Receiving, sending: Sending) -> None:
+    def cancel(self, link: PeerLink, receiving: Receiving, sending: Sending) -> None:
         """From now on the memory of these messages is the caller's: what is on the way is dropped when it comes."""
         if link.receivings.get(receiving.key) is receiving:
             del link.receivings[receiving.key]
@@ -400,14 +400,14 @@ class Flow:
             del link.sendings[sending.key]
             sending.ready = sending.written  # it is not sendable any more
 
-    def _want_nothing(self, link: Link, receiving: Receiving) -> None:
+    def _want_nothing(self, link: PeerLink, receiving: Receiving) -> None:
         if receiving.offered and receiving.size > SMALL:
             link.count_wanted(receiving.received - receiving.granted)
         link.network.wanted = [entry for entry in link.network.wanted if entry[1] is not receiving]
 
     # -- control ------------------------------------------------------------------------------------------------------
 
-    def hear(self, link: Link, header: Header, body: bytes) -> None:
+    def hear(self, link: PeerLink, header: Header, body: bytes) -> None:
         """A message came over the control connection, or a BLOCK over the other.
 
         Raises:
@@ -433,7 +433,7 @@ class Flow:
             _bound(link, key[1])
             self.settlement.hear(link, Vote(key[0], key[1], header.flags == GOT))
 
-    def _hear_beat(self, link: Link, header: Header) -> None:
+    def _hear_beat(self, link: PeerLink, header: Header) -> None:
         begun, first_bucket, _ = header.key
         if first_bucket >= self.first_bucket:
             link.round = max(link.round, begun - 1)
@@ -447,7 +447,7 @@ class Flow:
         if header.flags & ASKS:
             self.beat(link)
 
-    def _hear_start(self, link: Link, header: Header) -> None:
+    def _hear_start(self, link: PeerLink, header: Header) -> None:
         key, is_offer = header.key, bool(header.flags & OFFERS)
         receiving = link.receivings.get(key) if is_offer else None
         sending = link.sendings.get(key) if _is_mutual(key) or not is_offer else None
@@ -459,12 +459,12 @@ class Flow:
             _bound(link, len(link.early))
             link.early[key] = header
 
-    def _hear_round(self, link: Link, header: Header) -> None:
+    def _hear_round(self, link: PeerLink, header: Header) -> None:
         # What is of earlier buckets belongs to a state that was replaced.
         if header.key[1] >= self.first_bucket:
             link.round = max(link.round, header.key[0])
 
-    def _forget_before(self, link: Link, key: Key) -> None:
+    def _forget_before(self, link: PeerLink, key: Key) -> None:
         """Forgets STARTs of earlier rounds of a bucket, which both ends have passed: some may never be used.
 
         Those of groups are used, perhaps after those of later rounds, as groups wait for memory.
@@ -474,6 +474,7 @@ class Flow:
                 del link.early[early]
 
     def send_hint(self, peer: int, key: Key, hint: bytes) -> None:
+        """Sends what the peer needs to encode for an exchange. It is lost without an error if the peer is gone."""
         link = self.link(peer)
         if link.state is not LinkState.GONE:
             link.hints[key[1]] = key, hint
@@ -487,8 +488,8 @@ class Flow:
         if channel is not None:
             channel.send(pack(BLOCK if key[1] == BLOCKS else CALL, key), text)
 
-    def say(self, link: Link, word: int, key: Key) -> None:
-        """Sends a vote, or asks for one."""
+    def say(self, link: PeerLink, word: int, key: Key) -> None:
+        """Sends a vote, or asks for one. Without a connection nothing is sent: votes are repeated on the next one."""
         if link.control is not None:
             link.control.send(pack(VOTE, key, word))
 
@@ -498,7 +499,7 @@ class Flow:
         for link in self.links.values():
             link.forget_rounds()
 
-    def beat(self, link: Link, *, ask: bool = False) -> None:
+    def beat(self, link: PeerLink, *, ask: bool = False) -> None:
         """Says how many rounds this worker has begun, and in which epoch it is; ``ask``: and asks for it."""
         if link.control is not None:
             flags = (ASKS if ask else 0) | (PAUSES if self.paused else 0) | (MOVES if self._moves() else 0)
@@ -512,12 +513,11 @@ class Flow:
 
     def beat_all(self) -> None:
         for link in self.links.values():
-            if link.state is LinkState.OPEN:
-                self.beat(link)
+            self.beat(link)
 
     # -- closing ------------------------------------------------------------------------------------------------------
 
-    def lose(self, link: Link, reason: str, error: ConnectionError | None = None) -> None:
+    def lose(self, link: PeerLink, reason: str, error: ConnectionError | None = None) -> None:
         """The connection was lost. It is made again, and pairs go on; the messages of groups fail."""
         if link.is_connected:
             self._let_go(link)
@@ -537,14 +537,14 @@ class Flow:
                     reason,
                 )
 
-    def give_up(self, link: Link, reason: str) -> None:
+    def give_up(self, link: PeerLink, reason: str) -> None:
         """The peer has left, or no process listens at its address any more."""
         self._let_go(link)
         link.closed = link.closed or reason
         link.enter(LinkState.GONE)
         self.expire(link)
 
-    def _let_go(self, link: Link) -> None:
+    def _let_go(self, link: PeerLink) -> None:
         """Closes the connections. What has arrived of messages is kept for the next ones."""
         self._hang_up(link)
         link.control = link.bulk = link.joining = None
@@ -555,7 +555,7 @@ class Flow:
             sending.granted, sending.offered, sending.lent = 0, False, False
         link.early.clear()
 
-    def fail(self, link: Link, error: BaseException) -> None:
+    def fail(self, link: PeerLink, error: BaseException) -> None:
         """Closes the connections for good: the peer has sent what was not due, or this worker has ended."""
         link.cause = link.cause or error
         if isinstance(error, WireError):
@@ -565,13 +565,13 @@ class Flow:
                 pair.receiving.failed(error)
         self.give_up(link, str(error))
 
-    def expire(self, link: Link) -> None:
+    def expire(self, link: PeerLink) -> None:
         """The peer counts as dead, though it may come back."""
         self._fail_messages(link, link.why_lost)
         self.settlement.expire(link)
         link.fail_questions()
 
-    def _fail_messages(self, link: Link, error: BaseException) -> None:
+    def _fail_messages(self, link: PeerLink, error: BaseException) -> None:
         for messages in (link.receivings, link.sendings):
             for message in [message for message in messages.values() if not _is_mutual(message.key)]:
                 del messages[message.key]
@@ -587,7 +587,7 @@ def _is_mutual(key: Key) -> bool:
     return key[2] == 0
 
 
-def _is_light(link: Link, message: Message) -> bool:
+def _is_light(link: PeerLink, message: Message) -> bool:
     """Whether a message travels over the control connection, where it delays nothing: inside a node, if a frame could hold it.
 
     pyzmq has a copy of it once it is sent, and it arrives before a BYE. So nobody says that it has arrived.
@@ -595,6 +595,6 @@ def _is_light(link: Link, message: Message) -> bool:
     return link.network.local and message.size <= LARGEST_FRAME
 
 
-def _bound(link: Link, ahead: int) -> None:
+def _bound(link: PeerLink, ahead: int) -> None:
     if ahead >= _MOST_AHEAD:
         raise WireError(f"worker {link.peer} has announced {ahead} messages ahead, or one of bucket {ahead}: too many")

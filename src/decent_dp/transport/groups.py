@@ -1,21 +1,33 @@
-"""Groups: the mean of all members' messages, chunk by chunk, each up a tree to its root and down again."""
+"""Groups: the mean of all members' messages, chunk by chunk, each up a tree to its root and down again.
+
+Each chunk has a tree of its own, with traffic between nodes kept small. It is summed inside each node by one worker, its
+leader; the leaders' sums go to one of them, the root; the mean comes back the same way. So a node sends and receives each chunk
+once as a leaf of the tree. Leaders and roots take turns by the chunk: over all chunks k nodes send and receive 2 (k - 1)/k
+copies each, as the best all-reduce does, and two nodes one copy in each direction.
+
+As many chunks as there are nodes, each with its root on another one, move together. In step d of the 2 (k - 1) that they take
+between nodes, each root receives the sum of the node d places after its own; then, in step d, each sends the mean there. So
+each node sends to one other and receives from one other in each step, and all links are full.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decent_dp.transport.base import ExchangeRequest
 from decent_dp.transport.handles import DOWN, UP, WireHandle, key_of
-from decent_dp.transport.link import Key, Receiving, Sending
-from decent_dp.transport.reduction_tree import Branch, Place, find_place
+from decent_dp.transport.interface import ExchangeRequest
+from decent_dp.transport.messages import Key
+from decent_dp.transport.peer_link import Receiving, Sending
 from decent_dp.transport.wire import Wire
 
-__all__ = ["BufferPool", "GroupExchange", "bytes_of"]
+__all__ = ["Branch", "BufferPool", "GroupExchange", "Place", "bytes_of", "find_place", "group_by_node"]
 
 # Bytes of the messages of groups that may wait to be reduced. One chunk of a large group may need more.
 _POOL_BYTES = 2**23
@@ -174,12 +186,13 @@ class _ChunkReduction:
             self._group.handle.arrive()
 
         failed, sources = self._failed(of.rank), self._group.other_nodes
-        self._group.wire.receive(Receiving(of.rank, key, bytes_of(into), done, failed, step, sources=sources))
+        receiving = Receiving(of.rank, key, bytes_of(into), done, failed, step, sources=sources)
+        self._group.wire.call(partial(self._group.wire.flow.add_receiving, receiving))
 
     def _send(self, to: Branch, step: int, key: Key, data: Tensor) -> None:
         failed = self._failed(to.rank)
         sending = Sending(to.rank, key, bytes_of(data), self._group.handle.arrive, failed, step, ready=len(data))
-        self._group.wire.send(sending)
+        self._group.wire.call(partial(self._group.wire.flow.add_sending, sending))
 
     def _run(self, then: Callable[[], None]) -> None:
         """Runs ``then``: its error fails the exchange and does not end the transport's thread."""
@@ -194,6 +207,65 @@ class _ChunkReduction:
             self._release(reuse=False)  # the next request is granted, and fails in turn
 
         return fail
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The link between a worker and its parent, or a child, in the tree of one chunk.
+
+    Attributes:
+        rank: the other worker's.
+        size: the number of workers that the child stands for.
+        up, down: the step of the exchange in which the child's sum moves, and the mean.
+    """
+
+    rank: int
+    size: int
+    up: int
+    down: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker's place in the tree of one chunk.
+
+    Attributes:
+        parent: whom its (part's) sum goes to; None for the root.
+        children: whose come to it, in the order of their steps; the mean goes back to them.
+        part: 0 for the root, else from 1: which node's sum this worker makes.
+    """
+
+    parent: Branch | None
+    children: tuple[Branch, ...]
+    part: int
+
+
+def group_by_node(ranks: Sequence[int], node_of: Sequence[str]) -> list[list[int]]:
+    """Sorted ranks, dealt out to their nodes, in the order of the nodes' first ranks."""
+    nodes: dict[str, list[int]] = {}
+    for rank in sorted(ranks):
+        nodes.setdefault(node_of[rank], []).append(rank)
+    return list(nodes.values())
+
+
+def find_place(nodes: Sequence[Sequence[int]], chunk: int, rank: int) -> Place:
+    """The place of ``rank`` in the tree of ``chunk``; ``nodes`` as of ``group_by_node``."""
+    k, lanes = len(nodes), min(len(node) for node in nodes)
+    leaders = [node[chunk % lanes] for node in nodes]
+    turn, chosen = divmod(chunk // lanes, k)
+    mine = next(i for i, node in enumerate(nodes) if rank in node)
+
+    def branch(other: int, size: int, distance: int = 0) -> Branch:
+        return Branch(other, size, 2 * k * turn + distance, 2 * k * turn + k + distance)
+
+    if rank != leaders[mine]:
+        return Place(branch(leaders[mine], 1), (), 0)
+    local = tuple(branch(other, 1) for other in nodes[mine] if other != rank)
+    if mine != chosen:
+        parent = branch(leaders[chosen], len(nodes[mine]), (mine - chosen) % k)
+        return Place(parent, local, 1 + mine)
+    others = tuple(branch(leaders[i], len(nodes[i]), (i - chosen) % k) for i in ((chosen + d) % k for d in range(1, k)))
+    return Place(None, local + others, 0)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 from decent_dp.errors import WireError
-from decent_dp.transport.base import ExchangeRequest, Handle
-from decent_dp.transport.link import Key, Pair
-from decent_dp.transport.messages import HINT
+from decent_dp.transport.interface import ExchangeRequest, Handle
+from decent_dp.transport.messages import HINT, Key
+from decent_dp.transport.peer_link import PairExchange
 from decent_dp.transport.votes import ExchangeId, Verdict
 from decent_dp.transport.wire import Wire
 
@@ -55,7 +56,7 @@ class WireHandle(Handle):
     ) -> None:
         self.exchange_id, self.others, self.explain = request.exchange_id, others, explain
         self._policy, self._wire = policy, wire
-        self.pairs: list[Pair] = []
+        self.pairs: list[PairExchange] = []
         self.started = wire.now()
         self._left = 0
         self._done, self._read = threading.Event(), threading.Event()
@@ -91,7 +92,7 @@ class WireHandle(Handle):
             self.arrive()
             return
         self.verdict, self._error_peer = verdict, peer
-        self._wire.mailbox.forget(peer, key_of(self.exchange_id, HINT))
+        self._wire.hints.forget(key_of(self.exchange_id, HINT))
         self._read.set()
         self._done.set()
 
@@ -135,7 +136,7 @@ class WireHandle(Handle):
     def missing(self) -> list[int]:
         """The workers that keep the exchange waiting, as far as this worker can know."""
         hint = key_of(self.exchange_id, HINT)
-        without_hint = [peer for peer in self.others if self._wire.mailbox.waits_for(peer, hint)]
+        without_hint = [peer for peer in self.others if self._wire.hints.lacks(peer, hint)]
         slots = {peer: self._wire.open_slots(peer, hint[:2]) for peer in self.others}
         behind = [peer for peer in self.others if any(slot % 2 == 0 for slot in slots[peer])]
         # A peer that has begun and sends no mean waits for another worker.
@@ -208,7 +209,7 @@ class AllNeeded(Policy):
         if not ended:
             self._expired_at = self._wire.now()
         for pair in handle.pairs:
-            self._wire.drop(pair)
+            self._wire.call(partial(self._wire.flow.settlement.drop, pair))
         for peer in missing:
             error = self._wire.why_lost(peer)
             if isinstance(error, ConnectionError):

@@ -20,16 +20,19 @@ from __future__ import annotations
 import hmac
 import secrets
 import struct
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from decent_dp.transport.messages import VERSION
 from decent_dp.transport.peer_errors import GreetingError
+from decent_dp.transport.sockets import Curve
 
 __all__ = [
     "BULK",
     "CONTROL",
     "CROSSING",
     "REPLACED",
+    "Credentials",
     "CrossingError",
     "Dialled",
     "Identity",
@@ -38,21 +41,39 @@ __all__ = [
     "password",
 ]
 
-CONTROL, BULK = range(2)
-# Reasons of refusals: one is for good, and with the other the listening worker's own connection will be used.
-REPLACED, CROSSING = "another process has taken its place", "it dials, too"
+# The plane of the connection for what is short and must not wait.
+CONTROL = 0
+# Of that for the bytes of messages.
+BULK = 1
+# The reason of a refusal that is for good.
+REPLACED = "another process has taken its place"
+# That of one after which the listening worker's own connection will be used.
+CROSSING = "it dials, too"
 
+# The beginning of steps 1 and 2: tells other programs from workers.
 _MAGIC = b"decentdp"
+# Bytes that are drawn anew for each connection, so that no proof is worth anything later.
 _NONCE = 16
-_WELCOME, _REFUSED, _REPLACED, _CROSSING = 1, 2, 3, 4
+# The kind of an answer: the worker is welcome.
+_WELCOME = 1
+# It is not, for a reason in words.
+_REFUSED = 2
+# It is not, as of REPLACED.
+_REPLACED = 3
+# It is not, as of CROSSING.
+_CROSSING = 4
 # Magic, version; step 1: rank, uid, incarnation, whom, plane, attempt, nonce.
 _HELLO = struct.Struct(f"<8sHI8sQIB{_NONCE}s{_NONCE}s")
 # Magic, version, nonce.
 _CHALLENGE = struct.Struct(f"<8sH{_NONCE}s")
 # Kind, uid, incarnation, and the reason of a refusal, padded with zeros; a proof follows.
 _ANSWER = struct.Struct("<B8sQ192s")
-# Of equal length, so that no label with what follows is another label with something else.
-_FROM_DIALLER, _FROM_LISTENER, _PASSWORD = b"decent_dp hello ", b"decent_dp answer", b"decent_dp plain "
+# The labels of proofs are of equal length, so that none with what follows is another one with something else. Of step 3:
+_FROM_DIALLER = b"decent_dp hello "
+# of step 4, so that a proof cannot be sent back;
+_FROM_LISTENER = b"decent_dp answer"
+# and of the password, which others may see.
+_PASSWORD = b"decent_dp plain "
 
 
 class ReplacedError(GreetingError):
@@ -82,6 +103,25 @@ class Identity:
     def __post_init__(self) -> None:
         if (len(self.run_id), len(self.uid)) != (16, 8):
             raise ValueError(f"run_id and uid have {len(self.run_id)} and {len(self.uid)} bytes, and must have 16 and 8")
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """With what this worker proves who it is, and tells others of its run from strangers.
+
+    Attributes:
+        identity: this worker's.
+        secret: with which workers prove that they are of this run.
+        curve: this worker's keys.
+        known: the public keys of workers, as far as they are known.
+        is_known: whether the store has a public key; blocking, and raises OSError or RuntimeError.
+    """
+
+    identity: Identity
+    secret: bytes = field(repr=False)
+    curve: Curve
+    known: set[bytes]
+    is_known: Callable[[bytes], bool]
 
 
 def _prove(secret: bytes, label: bytes, *said: bytes) -> bytes:

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from decent_dp.errors import PeerLostError, PeerTimeoutError, WireError
 from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
-from decent_dp.transport.agreement import NO_ROUND, View
-from decent_dp.transport.base import Control, DeferredHandle, ExchangeRequest, Handle, Transport, written
+from decent_dp.transport.agreement import NO_ROUND, PeerView
 from decent_dp.transport.collectives import Collectives, needs_all
-from decent_dp.transport.courier import Courier, Couriers
-from decent_dp.transport.link import Key
+from decent_dp.transport.control_plane import ControlPlane
+from decent_dp.transport.interface import Control, DeferredHandle, ExchangeRequest, Handle, Transport
+from decent_dp.transport.messages import Key
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.votes import ExchangeId, Verdict
 
@@ -48,11 +50,11 @@ class LocalHub:
         self._lost: set[int] = set()
         self.causes: dict[int, str] = {}
         self._transports: Counter[int] = Counter()
-        self._runs: dict[int, tuple[str, Store]] = {}
-        self._agreements: dict[str, _Agreement] = {}
+        self._runs: dict[int, tuple[str, Store, list[_LocalPlane]]] = {}
         self.rounds: dict[tuple[str, int], int] = {}
-        # Of each transport, by its run and its rank.
-        self.couriers: dict[tuple[str, int], Couriers] = {}
+        # Calls of the control planes, made one after the other by whichever thread is there.
+        self._calls: deque[Callable[[], None]] = deque()
+        self._calling = threading.Lock()
 
     def transport(self, rank: int) -> InProcessTransport:
         return InProcessTransport(rank, self)
@@ -62,50 +64,44 @@ class LocalHub:
         with self._changed:
             return sorted(self._lost)
 
-    def begin_run(self, rank: int) -> tuple[str, Store]:
-        """The name and the store that the n-th transports of all workers share."""
+    def begin_run(self, rank: int) -> tuple[str, Store, list[_LocalPlane]]:
+        """What the n-th transports of all workers share: a name, a store, and their control planes."""
         with self._changed:
             self._transports[rank] += 1
-            return self._runs.setdefault(self._transports[rank], (uuid.uuid4().hex, dist.HashStore()))  # type: ignore[attr-defined]
+            if self._transports[rank] not in self._runs:
+                planes: list[_LocalPlane] = []
+                planes += [_LocalPlane(number, self, planes) for number in range(self.world_size)]
+                self._runs[self._transports[rank]] = uuid.uuid4().hex, dist.HashStore(), planes  # type: ignore[attr-defined]
+            return self._runs[self._transports[rank]]
 
     def lose(self, rank: int) -> None:
-        """Marks worker ``rank`` as gone, and wakes those that wait for it."""
-        with self._changed:
-            self._lost.add(rank)
-            self._changed.notify_all()
-            for agreement in self._agreements.values():
-                self._decide(agreement)
+        """Marks worker ``rank`` as gone, and wakes those that wait for it. What it has said stays."""
 
-    def agreement(self, name: str) -> _Agreement:
-        with self._changed:
-            return self._agreements.setdefault(name, _Agreement())
+        def gone() -> None:
+            with self._changed:
+                self._lost.add(rank)
+                self._changed.notify_all()
+                runs = list(self._runs.values())
+            for plane in itertools.chain(*(planes for *_, planes in runs)):
+                plane.agreements.departed(rank)
+                plane.agreements.look(again=False)
 
-    def agree(self, name: str, rank: int, text: str, among: Sequence[int] | None, *, asks: bool) -> Future[Mapping[int, str]]:
-        """``Transport.agree``. A result is kept until all have it."""
-        agreement = self.agreement(name)
-        with self._changed:
-            agreement.among = set(range(self.world_size) if among is None else among)
-            agreement.texts[rank] = text
-            agreement.is_asked |= asks
-            self._decide(agreement)
-            if agreement.result.done() and agreement.among <= agreement.texts.keys():
-                self._agreements.pop(name, None)
-        return agreement.result
+        def leave() -> None:
+            for *_, planes in list(self._runs.values()):
+                planes[rank].agreements.leave()
+            self.call(gone)  # after what it says
 
-    def look_at(self, name: str) -> _Agreement:
-        """An agreement as it is now; one that is over, or not begun, is empty."""
-        with self._changed:
-            return self._agreements.get(name) or _Agreement()
+        self.call(leave)
 
-    def missing(self, name: str) -> list[int]:
-        agreement = self.look_at(name)
-        with self._changed:
-            return sorted(agreement.among - agreement.texts.keys() - self._lost)
-
-    def _decide(self, agreement: _Agreement) -> None:
-        ranks = agreement.texts.keys()
-        if ranks and agreement.among <= ranks | self._lost and not agreement.result.done():
-            agreement.result.set_result(dict(sorted(agreement.texts.items())))
+    def call(self, command: Callable[[], None]) -> None:
+        """Makes this call, and those that it adds, unless another thread makes calls at present, which makes it, too."""
+        self._calls.append(command)
+        while self._calls and self._calling.acquire(blocking=False):
+            try:
+                while self._calls:
+                    self._calls.popleft()()
+            finally:
+                self._calling.release()
 
     def said(self, ranks: Sequence[int]) -> str:
         """What these workers have reported, as sentences."""
@@ -142,14 +138,6 @@ class LocalHub:
             return result
 
 
-@dataclass
-class _Agreement:
-    texts: dict[int, str] = field(default_factory=dict)
-    among: set[int] = field(default_factory=set)
-    is_asked: bool = False
-    result: Future[Mapping[int, str]] = field(default_factory=Future)
-
-
 class InProcessTransport(Transport):
     """A worker that is a thread, or the only worker there is.
 
@@ -160,17 +148,16 @@ class InProcessTransport(Transport):
 
     def __init__(self, rank: int = 0, hub: LocalHub | None = None) -> None:
         hub = hub or LocalHub(1)
-        run_id, store = hub.begin_run(rank)
+        run_id, store, planes = hub.begin_run(rank)
         super().__init__(rank, hub.world_size, run_id, hub.timeout, store)
         self._hub = hub
-        self._plane = _LocalPlane(rank, hub, run_id)
+        self._plane = planes[rank]
         self._control = self._collectives("start", 0)
 
     def _collectives(self, kind: str, channel: int) -> Collectives:
-        plane: Any = self._plane
         ranks, node_of = range(self.world_size), ["here"] * self.world_size
         explain = self._explain_absent if self.neighbours is None else None
-        return Collectives(plane, self.rank, ranks, node_of, self.timeout, kind=kind, channel=channel, explain=explain)
+        return Collectives(self._plane, self.rank, ranks, node_of, self.timeout, kind=kind, channel=channel, explain=explain)
 
     def _explain_absent(self, ranks: Sequence[int], what: str) -> PeerLostError:
         return PeerLostError(f"worker {ranks[0]} is gone; it was needed for {what}.{self._hub.said(ranks)}")
@@ -197,7 +184,7 @@ class InProcessTransport(Transport):
         )
 
     def is_asked(self, name: str) -> bool:
-        return self._plane.is_asked(name)
+        return self._plane.agreements.is_asked(name)
 
     def missing(self, name: str) -> list[int]:
         return self._plane.missing(name)
@@ -248,7 +235,7 @@ class InProcessTransport(Transport):
             pass
         # A copy, as a network would make it: the sender may write to its message while a slower member still reads.
         key, sent = ("exchange", where), request.sent.clone()
-        written(sent)()  # the CUDA streams of other threads do not wait for this one's
+        _wait_until_written(sent)
         self._hub.put(key, self.rank, sent)
 
         def finish() -> None:
@@ -270,7 +257,7 @@ class InProcessTransport(Transport):
                     messages = [found[rank][chunk.start : chunk.stop] for rank in ranks]
                     mean = request.received[chunk.start : chunk.stop]
                     request.reduce(number, messages, [1] * len(ranks), mean, 0)
-            written(request.received)()  # the memory of the copies may be reused by another stream
+            _wait_until_written(request.received)  # the memory of the copies may be reused by another stream
 
         handle = DeferredHandle(finish, request.compression.payload(request.compression.chunks) * (len(ranks) - 1))
         return handle
@@ -318,48 +305,39 @@ class _LocalNeighbours(Neighbours):
         self._last = math.inf if last is None else last
 
 
-class _LocalPlane:
-    """What ``Collectives`` use of a ``ControlPlane``, among threads."""
+class _LocalPlane(ControlPlane):
+    """The control plane of a worker that is a thread: its notes arrive at once.
 
-    def __init__(self, rank: int, hub: LocalHub, run_id: str) -> None:
-        self._rank, self._hub, self._run_id = rank, hub, run_id
-        self._couriers = hub.couriers[run_id, rank] = Couriers(self._send)
+    Args:
+        planes: of all workers, by rank.
+    """
 
-    def agree(
-        self, name: str, text: str, *, round_: int = 0, among: Sequence[int] | None = None, asks: bool = False
-    ) -> Future[Mapping[int, str]]:
-        return self._hub.agree(self._key(name), self._rank, text, among, asks=asks)
+    def __init__(self, rank: int, hub: LocalHub, planes: list[_LocalPlane]) -> None:
+        self._planes = planes
 
-    def is_asked(self, name: str) -> bool:
-        return self._hub.look_at(self._key(name)).is_asked
+        def send(peer: int, key: Key, text: bytes) -> None:
+            hub.call(lambda: planes[peer].hear(rank, key, text))
 
-    def heard(self, name: str) -> list[str]:
-        return list(self._hub.look_at(self._key(name)).texts.copy().values())
+        def view(peer: int) -> PeerView:
+            return PeerView.LOST if peer in hub.lost else PeerView.LINKED
+
+        super().__init__(rank, hub.world_size, hub.call, send, view, connect=lambda peer: None)
 
     def missing(self, name: str) -> list[int]:
-        return self._hub.missing(self._key(name))
-
-    def courier(self, channel: int) -> Courier:
-        return self._couriers.of(channel)
-
-    def view(self, rank: int) -> View:
-        return View.LOST if rank in self._hub.lost else View.LINKED
-
-    def connect(self, rank: int) -> None:
-        return
-
-    def _send(self, rank: int, key: Key, block: bytes) -> None:
-        if (couriers := self._hub.couriers.get((self._run_id, rank))) is not None:
-            couriers.hear(self._rank, key, block)
-
-    def _key(self, name: str) -> str:
-        return f"{self._run_id}/{name}"
+        for plane in self._planes:  # no thread asks the others once in a while
+            self._call(partial(plane.agreements.look, again=True))
+        return super().missing(name)
 
 
 def alone(rank: int) -> Collectives:
     """The collectives of a worker that nobody else knows yet."""
-    plane: Any = _LocalPlane(rank, LocalHub(1), "")
-    return Collectives(plane, rank, (rank,), ["here"], 60.0, among=(rank,))
+    return Collectives(_LocalPlane(rank, LocalHub(1), []), rank, (rank,), ["here"], 60.0, among=(rank,))
+
+
+def _wait_until_written(tensor: Tensor) -> None:
+    """Until what is queued on the current stream has been written: the streams of other threads do not wait for it."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def run_replicas(world_size: int, work: Callable[[InProcessTransport], T], timeout: float = 60.0) -> list[T]:

@@ -7,17 +7,17 @@ import hmac
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import zmq
 
-from decent_dp.transport.channels import Channel
-from decent_dp.transport.hello import Identity, Visitor
+from decent_dp.transport.commands import Commands
+from decent_dp.transport.hello import BULK, CONTROL, Credentials, Identity, Visitor
 from decent_dp.transport.messages import HEADER_BYTES, HELLO, REFUSED, pack
-from decent_dp.transport.sockets import Event, Socket
-from decent_dp.transport.waiter import start_thread
+from decent_dp.transport.peer_link import Channel
+from decent_dp.transport.sockets import Event, Socket, Sockets
 
 __all__ = ["Doorman"]
 
@@ -43,48 +43,33 @@ class _Greeting:
     visitor: Visitor
     channel: Channel
     since: float
-    proven: bool = field(default=False)
+    proven: bool = False
 
 
 class Doorman:
     """Used by the transport's thread alone.
 
     Args:
-        identity, secret: this worker's.
         admit: why a worker that has proven itself is refused; None: it is welcome.
         opened: called with a worker that is welcome, and its control and bulk channel.
-        authenticator: the socket of libzmq's authentication requests; None: there are local sockets alone.
-        password: that of connections that are not encrypted.
-        known: the public keys of workers, of 32 bytes each.
-        is_known: whether the store has a key, blocking; it raises OSError or RuntimeError.
         read_events: reads what has happened to the connections of a socket (``on_event``).
-        call: runs a function in the transport's thread.
-        on_error: ends this worker with an error of another thread.
     """
 
     def __init__(
         self,
-        identity: Identity,
-        secret: bytes,
+        credentials: Credentials,
+        sockets: Sockets,
+        commands: Commands,
         admit: Callable[[Identity], str | None],
         opened: Callable[[Identity, list[Channel]], None],
-        authenticator: Any,
-        password: bytes,
-        known: set[bytes],
-        is_known: Callable[[bytes], bool],
         read_events: Callable[[Socket], None],
-        call: Callable[[Callable[[], None]], None],
-        on_error: Callable[[Exception], None],
     ) -> None:
-        self._identity, self._secret, self._admit, self._opened = identity, secret, admit, opened
-        self._authenticator, self._password, self._known, self._is_known = authenticator, password, known, is_known
-        self._read_events, self._call, self._on_error = read_events, call, on_error
+        self._credentials, self._sockets, self._commands = credentials, sockets, commands
+        self._admit, self._opened, self._read_events = admit, opened, read_events
         # Since when a connection is there that has proven nothing. By listener and descriptor, as one may be used anew before
         # the other listener's events are read.
         self._strangers: dict[tuple[Socket, int], float] = {}
         self._greetings: dict[bytes, _Greeting] = {}
-        # By who dials and its attempt: what was proven of it.
-        self._halves: dict[tuple[Identity, bytes], list[_Greeting]] = {}
         self._lookups = 0
         self._warned = False
         self.dropped = 0
@@ -123,10 +108,6 @@ class Doorman:
     def _forget(self, greetings: list[_Greeting]) -> None:
         for greeting in greetings:
             self._greetings.pop(greeting.channel.routing_id, None)
-            half = (greeting.visitor.worker, greeting.visitor.attempt)
-            self._halves[half] = [other for other in self._halves.get(half, []) if other is not greeting]
-            if not self._halves[half]:
-                del self._halves[half]
 
     def hear(self, socket: Socket, routing_id: bytes) -> None:
         """The rest of a message from a connection that is not open is to be read."""
@@ -149,7 +130,7 @@ class Doorman:
             if socket.curve is not None:
                 key = bytes.fromhex(frames[0].get("User-Id")) + socket.curve.public
             with contextlib.suppress(ValueError):
-                visitor = Visitor(self._identity, self._secret, frames[1].bytes, key)
+                visitor = Visitor(self._credentials.identity, self._credentials.secret, frames[1].bytes, key)
                 channel = Channel(socket, visitor.plane, routing_id, descriptor)
                 if len(self._greetings) >= _VISITORS:
                     self._forget([next(iter(self._greetings.values()))])
@@ -157,7 +138,6 @@ class Doorman:
                 channel.send(pack(HELLO, flags=2), visitor.challenge)
                 return
         elif step == 3 and greeting is not None and not greeting.proven and greeting.visitor.verify(frames[1].bytes):
-            greeting.proven = True
             self._let_in(greeting)
             return
         self.dropped += 1
@@ -172,12 +152,17 @@ class Doorman:
             greeting.channel.send(pack(REFUSED), greeting.visitor.answer(refusal))
             self._forget([greeting])
             return
-        half = self._halves.setdefault((worker, greeting.visitor.attempt), [])
-        half.append(greeting)
-        if len({other.visitor.plane for other in half}) < 2:
+        greeting.proven = True
+        # Of this attempt, by plane.
+        proven = {
+            other.visitor.plane: other
+            for other in self._greetings.values()
+            if other.proven and (other.visitor.worker, other.visitor.attempt) == (worker, greeting.visitor.attempt)
+        }
+        if len(proven) < 2:
             return
-        greetings = sorted(half, key=lambda other: other.visitor.plane)
-        self._forget(list(half))
+        greetings = [proven[plane] for plane in (CONTROL, BULK)]
+        self._forget(greetings)
         for other in greetings:
             self._strangers.pop(other.channel.accepted, None)
             other.channel.send(pack(HELLO, flags=4), other.visitor.answer(None))
@@ -197,38 +182,38 @@ class Doorman:
         """Answers libzmq's authentication requests."""
         with contextlib.suppress(zmq.Again):
             while True:
-                frames = self._authenticator.recv_multipart(zmq.NOBLOCK)
+                frames = self._sockets.authenticator.recv_multipart(zmq.NOBLOCK)
                 if len(frames) > 8:
                     self._judge(frames)
 
     def _judge(self, frames: list[bytes]) -> None:
         sender, request, mechanism, key = frames[0], frames[3], frames[7], frames[8]
+        known = self._credentials.known
         if mechanism != b"CURVE":
-            self._answer(sender, request, b"", is_known=hmac.compare_digest(frames[-1], self._password))
+            self._answer(sender, request, b"", hmac.compare_digest(frames[-1], self._sockets.password))
             return
-        if key in self._known or self._lookups >= _LOOKUPS:
-            self._answer(sender, request, key, is_known=key in self._known)
+        if key in known or self._lookups >= _LOOKUPS:
+            self._answer(sender, request, key, key in known)
             return
+
+        def found(is_known: bool) -> None:
+            self._lookups -= 1
+            if is_known:
+                known.add(key)
+            self._answer(sender, request, key, is_known)
+
         self._lookups += 1
-        if not start_thread(partial(self._ask_the_store, key, sender, request), "decent_dp-keys", self._on_error):
-            self._found(sender, request, key, is_known=False)
+        if not self._commands.look_up(partial(self._ask_the_store, key), found, "decent_dp-keys"):
+            found(False)
 
-    def _ask_the_store(self, key: bytes, sender: bytes, request: bytes) -> None:
-        is_known = False
+    def _ask_the_store(self, key: bytes) -> bool:
         with contextlib.suppress(OSError, RuntimeError):
-            is_known = self._is_known(key)
-        with contextlib.suppress(RuntimeError):  # the transport was closed
-            self._call(partial(self._found, sender, request, key, is_known=is_known))
+            return self._credentials.is_known(key)
+        return False
 
-    def _found(self, sender: bytes, request: bytes, key: bytes, *, is_known: bool) -> None:
-        self._lookups -= 1
-        if is_known:
-            self._known.add(key)
-        self._answer(sender, request, key, is_known=is_known)
-
-    def _answer(self, sender: bytes, request: bytes, key: bytes, *, is_known: bool) -> None:
+    def _answer(self, sender: bytes, request: bytes, key: bytes, is_known: bool) -> None:
         says = (b"200", b"OK", key.hex().encode()) if is_known else (b"400", b"no key of this run", b"")
-        self._authenticator.send_multipart([sender, b"", b"1.0", request, *says, b""], zmq.NOBLOCK)
+        self._sockets.authenticator.send_multipart([sender, b"", b"1.0", request, *says, b""], zmq.NOBLOCK)
 
 
 def _most_strangers() -> int:

@@ -14,10 +14,9 @@ from functools import partial
 from typing import TypeVar
 
 from decent_dp.topo import Edge
-from decent_dp.transport.channels import Link
 from decent_dp.transport.handles import PeerExplain, Policy, WireHandle
-from decent_dp.transport.link import LinkState, Pair
 from decent_dp.transport.neighbours import Neighbours
+from decent_dp.transport.peer_link import LinkState, PairExchange, PeerLink
 from decent_dp.transport.sockets import SILENT
 from decent_dp.transport.votes import ExchangeId
 from decent_dp.transport.wire import Wire
@@ -63,17 +62,13 @@ class WireNeighbours(Neighbours, Policy):
         round_, bucket = exchange_id.round, exchange_id.bucket
         if round_ > self._last:
             return False
-        for link in filter(None, map(self._flow.links.get, self._others(edge))):
-            votes, state = link.votes, link.state
-            if round_ < link.start:
-                return False
-            if state is LinkState.NEW:
-                continue  # the connection is made with the exchange
-            if state is not LinkState.OPEN or self._wire.patience(link.peer, 0.0) <= 0:
-                return False
-            if votes.has_dropped(round_, bucket) or link.on_break(round_):
-                return False
-        return True
+        return not any(
+            round_ < link.start
+            or link.state not in (LinkState.NEW, LinkState.OPEN)  # a new connection is made with the exchange
+            or link.votes.has_dropped(round_, bucket)
+            or link.on_break(round_)
+            for link in filter(None, map(self._flow.links.get, self._others(edge)))
+        )
 
     def has_dropped(self, others: Sequence[int], exchange_id: ExchangeId) -> bool:
         found = filter(None, map(self._flow.links.get, others))
@@ -84,10 +79,10 @@ class WireNeighbours(Neighbours, Policy):
             self._wire.call(partial(self._flow.settlement.skip, peer, exchange_id.round, exchange_id.bucket))
 
     def fail(self, error: Exception) -> None:
-        self._wire.fail(error)
+        self._wire.commands.fail(error)
 
     def refuse_failed(self) -> None:
-        self._wire.refuse_failed()
+        self._wire.commands.refuse_failed()
 
     def announce(self, round_: int) -> None:
         self._flow.paused = False
@@ -105,7 +100,7 @@ class WireNeighbours(Neighbours, Policy):
         return -1 if link is None or self._flow.round < link.start else link.round
 
     def living(self) -> list[int]:
-        return self._peers(lambda c: c.state is LinkState.OPEN and self._wire.patience(c.peer, 0.0) > 0)
+        return self._peers(lambda link: link.state is LinkState.OPEN)
 
     @property
     def is_awake(self) -> bool:
@@ -207,7 +202,7 @@ class WireNeighbours(Neighbours, Policy):
         is_late = self._wire.patience(pair.receiving.peer, now) > 0 and now >= self.expected_end(pair, now)
         self._run(lambda: settlement.abandon(pair, late=is_late))
 
-    def _end_of_doubt(self, pair: Pair) -> float:
+    def _end_of_doubt(self, pair: PairExchange) -> float:
         if not pair.voted:
             return math.inf
         peer = pair.receiving.peer
@@ -232,8 +227,8 @@ class WireNeighbours(Neighbours, Policy):
         self._wire.call(run)
         return future.result()
 
-    def expected_end(self, pair: Pair, began: float) -> float:
-        """When an exchange is late (``Link.expected_end``), on the monotonic clock. ``began``: when the wait did.
+    def expected_end(self, pair: PairExchange, began: float) -> float:
+        """When an exchange is late (``PeerLink.expected_end``), on the monotonic clock. ``began``: when the wait did.
 
         Messages are late only if their peer was heard since then: it is asked for a sign of life, and answers it at once. So a
         peer that is stopped is waited for until it is silent. Where exchanges are slow, a peer that is not in this one yet is
@@ -252,7 +247,7 @@ class WireNeighbours(Neighbours, Policy):
         limit = math.inf if pair.joined else end + SILENT * self._dead_after
         if not asks or now < end or answered > end or now > limit:
             return end
-        self._wire.call(lambda: self._flow.settlement.ask_for_life(link))
+        self._wire.call(lambda: self._flow.beat(link, ask=True))
         return time.monotonic() + _ANSWER
 
     def waited(self, handle: WireHandle, began: float) -> None:
@@ -264,5 +259,5 @@ class WireNeighbours(Neighbours, Policy):
     def _others(self, edge: Edge) -> list[int]:
         return [rank for rank in edge.ranks if rank != self._rank]
 
-    def _peers(self, chosen: Callable[[Link], bool]) -> list[int]:
+    def _peers(self, chosen: Callable[[PeerLink], bool]) -> list[int]:
         return sorted(link.peer for link in list(self._flow.links.values()) if chosen(link))

@@ -11,7 +11,7 @@ A message is a header of fixed length (``pack``) and, for some kinds, a body in 
 | DATA | bulk | the sender of a message that is wanted: a part; inside a node over control if a frame can hold it | is dropped |
 | VOTE | control | both, about an exchange: GOT, DROP, or ASK for the other's (``votes``) | changes nothing |
 | CALL | control | both: a few bytes of an agreement or of a collective, for its key | is dropped there |
-| BLOCK | bulk | both: bytes of a collective | is dropped there (``courier``) |
+| BLOCK | bulk | both: bytes of a collective | is dropped there (``control_plane``) |
 | STATE | bulk | a worker or a joiner asks another one for a chunk of its state, or for a seat; the answer | is answered again |
 | BYE | control | a worker that leaves; the other one answers with it, and both close | changes nothing |
 
@@ -24,10 +24,9 @@ slot of its own (``HINT``). What was not asked for is dropped, and counted.
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from decent_dp.errors import WireError
-from decent_dp.transport.link import Key
 
 __all__ = [
     "ACK",
@@ -56,23 +55,52 @@ __all__ = [
     "VERSION",
     "VOTE",
     "Header",
+    "Key",
     "check_size",
     "pack",
     "unpack",
 ]
 
+# (round, bucket, slot): what a message is. Slots number the messages of one exchange.
+Key: TypeAlias = tuple[int, int, int]
+
+# Of the protocol: workers of another one are refused.
 VERSION = 9
-HELLO, REFUSED, BEAT, START, DATA, VOTE, CALL, BLOCK, STATE, BYE = range(1, 11)
+# The kinds of messages, as in the table above.
+HELLO = 1
+REFUSED = 2
+BEAT = 3
+START = 4
+DATA = 5
+VOTE = 6
+CALL = 7
+BLOCK = 8
+STATE = 9
+BYE = 10
 # The slot of a hint: what the others of an exchange need to encode for it, the body of its START.
 HINT = 1
-# Flags of a VOTE.
-GOT, DROP, ASK = 6, 7, 8
-# Flags of a BEAT: the sender wants one in return; it makes no rounds at present; bytes of its exchanges move. Flag of a START:
-# the sender of the START has this message, or one of its own with the same key, for the other. Flag of a STATE: an answer.
-ASKS, PAUSES, MOVES, OFFERS, ANSWERS = 1, 2, 4, 1, 1
-# In place of a bucket: an agreement's message; a block of a collective, whose number is in place of a round and whose own
-# number is the slot; how many blocks have come.
-ACK, BLOCKS, AGREEMENT = range(2**32 - 3, 2**32)
+# Flag of a VOTE: the sender has the whole message, and mixes if the other has one, too.
+GOT = 6
+# Of a VOTE: it leaves the exchange out.
+DROP = 7
+# Of a VOTE: it waits for the other's.
+ASK = 8
+# Flag of a BEAT: the sender wants one in return.
+ASKS = 1
+# Of a BEAT: it makes no rounds at present.
+PAUSES = 2
+# Of a BEAT: bytes of its exchanges move.
+MOVES = 4
+# Flag of a START: its sender has this message, or one of its own with the same key, for the other.
+OFFERS = 1
+# Flag of a STATE: it is an answer.
+ANSWERS = 1
+# In place of a bucket: how many blocks of a collective have come.
+ACK = 2**32 - 3
+# In place of a bucket: a block of a collective, whose number is in place of a round and whose own number is the slot.
+BLOCKS = 2**32 - 2
+# In place of a bucket: an agreement's message.
+AGREEMENT = 2**32 - 1
 # Bytes of a frame's body, at most. A call of the control plane has a byte per block of a bucket.
 LARGEST_FRAME = 2**20
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from decent_dp.topo import Edge
-from decent_dp.transport.base import DeferredHandle, ExchangeRequest, Explain, Handle
+from decent_dp.transport.interface import DeferredHandle, ExchangeRequest, Explain, Handle
 from decent_dp.transport.rendezvous import Communicator
 from decent_dp.transport.streams import beside
 from decent_dp.transport.votes import ExchangeId

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
 from decent_dp.transport.agreement import NO_ROUND
-from decent_dp.transport.base import Control, ExchangeRequest, Handle, Transport
+from decent_dp.transport.interface import Control, ExchangeRequest, Handle, Transport
 from decent_dp.transport.neighbours import Neighbours, PeerTable
 from decent_dp.transport.votes import ExchangeId
 

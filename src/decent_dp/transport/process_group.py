@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,12 +20,11 @@ from decent_dp.faults import Tolerate, default_dead_after, most_workers
 from decent_dp.topo import Edge
 from decent_dp.transport.addresses import find, listen
 from decent_dp.transport.agreement import NO_ROUND
-from decent_dp.transport.base import Control, ExchangeRequest, Handle, Transport
 from decent_dp.transport.closed_group import close_default_group
 from decent_dp.transport.collectives import Collectives, needs_all
-from decent_dp.transport.exchange import WireExchanges
-from decent_dp.transport.hello import Identity, password
-from decent_dp.transport.in_process import InProcessTransport
+from decent_dp.transport.hello import Credentials, Identity, password
+from decent_dp.transport.in_process import InProcessTransport, alone
+from decent_dp.transport.interface import Control, ExchangeRequest, Handle, Transport
 from decent_dp.transport.liveness import WireNeighbours
 from decent_dp.transport.nccl import AllReduceGroups, NcclPairs
 from decent_dp.transport.neighbours import Neighbours
@@ -36,8 +35,10 @@ from decent_dp.transport.sockets import Socket, Sockets
 from decent_dp.transport.votes import ExchangeId
 from decent_dp.transport.waiter import Waiter
 from decent_dp.transport.wire import Wire
+from decent_dp.transport.wire_exchanges import WireExchanges
 
 __all__ = [
+    "NewcomerTransport",
     "ProcessGroupTransport",
     "check_encrypt",
     "check_transport",
@@ -56,6 +57,8 @@ _START = 0
 _CALLS = 1
 # Seconds in which the store says whether it has the key of a worker that connects.
 _LOOK_UP = 2.0
+# Seconds between two looks whether a newcomer's connections are there.
+_LOOK = 0.01
 
 
 def open_transport(
@@ -176,11 +179,9 @@ class ProcessGroupTransport(Transport):
         self._listen()
 
     def _meet(self, shared: Rendezvous, timeout: float | None) -> None:
-        self._control_rendezvous = shared
-        if timeout is not None:
-            shared = replace(shared, timeout=timedelta(seconds=timeout))
         self._rendezvous = shared
-        super().__init__(shared.rank, shared.world_size, shared.run_id, shared.timeout.total_seconds(), shared.store)
+        timeout = shared.timeout.total_seconds() if timeout is None else timeout
+        super().__init__(shared.rank, shared.world_size, shared.run_id, timeout, shared.store)
         self._notes = Notes(shared.store, shared.rank)
         self._waiter = Waiter("decent_dp-staging")
         self._communicators: dict[str, Communicator] = {}
@@ -193,41 +194,36 @@ class ProcessGroupTransport(Transport):
     def _listen(self) -> None:
         """Called by all workers together. Raises the same error on all if one cannot listen."""
         shared, error = self._rendezvous, ""
-        sockets, listeners, dead_after = None, list[Socket](), 0.0
+        sockets, listeners = None, list[Socket]()
         try:
-            dead_after = shared.dead_after or default_dead_after()
-            sockets = Sockets(dead_after, password(shared.proof), io_threads=_io_threads())
+            sockets = Sockets(shared.dead_after or default_dead_after(), password(shared.proof), io_threads=_io_threads())
             listeners = listen(shared, sockets)
         except (RuntimeError, ValueError, OSError, ZMQError) as found:
             error = str(found)
         try:
-            self._connect_all(sockets, listeners, dead_after, error)
+            self._connect_all(sockets, listeners, error)
         except BaseException:
             if sockets is not None:
                 sockets.close_all()
             raise
 
-    def _connect_all(self, sockets: Sockets | None, listeners: list[Socket], dead_after: float, error: str) -> None:
+    def _connect_all(self, sockets: Sockets | None, listeners: list[Socket], error: str) -> None:
         """``error``: why this worker does not listen."""
         shared = self._rendezvous
         errors = {rank: text for rank, text in self._gather_at_start(error).items() if text}
         if errors or sockets is None:
             raise RuntimeError(" ".join(f"Worker {rank}: {text}" for rank, text in errors.items()))
+        identity = Identity(bytes.fromhex(shared.run_id), shared.rank, secrets.token_bytes(8), shared.incarnation)
         self._wire = Wire(
-            Identity(bytes.fromhex(shared.run_id), shared.rank, secrets.token_bytes(8), shared.incarnation),
-            shared.proof,
+            Credentials(identity, shared.proof, shared.curve, set(shared.keys), lambda key: shared.knows(key, _LOOK_UP)),
             range(shared.world_size),
             shared.local,
             sockets,
             listeners,
-            shared.curve,
-            set(shared.keys),
-            lambda peer, incarnation: find(self._rendezvous, peer, self._dial_seconds, incarnation, dead_after),
-            lambda key: shared.knows(key, _LOOK_UP),
+            lambda peer, incarnation: find(shared, peer, self._dial_seconds, incarnation, sockets.dead_after),
             self.timeout,
-            dead_after,
         )
-        self._known = WireNeighbours(self._wire, shared.rank, dead_after, self.timeout)
+        self._known = WireNeighbours(self._wire, shared.rank, sockets.dead_after, self.timeout)
         self._control = self._collectives("start", _START)
         self._exchanges = WireExchanges(self._wire, shared.rank, shared.node_of, self._waiter, self.timeout, self._explain)
 
@@ -239,7 +235,7 @@ class ProcessGroupTransport(Transport):
 
     def _collectives(self, kind: str, channel: int) -> Collectives:
         """``kind``, ``channel``: as of ``Collectives``."""
-        shared = self._control_rendezvous
+        shared = self._rendezvous
         # Nothing is known of the nodes of those that may come.
         node_of = (*shared.node_of, *(f"worker {rank}" for rank in range(self.world_size, shared.places)))
         common = self._wire.control_plane, self.rank, range(self.world_size), node_of, shared.timeout.total_seconds()
@@ -258,7 +254,7 @@ class ProcessGroupTransport(Transport):
     def _explain_absent(self, ranks: Sequence[int], what: str) -> PeerLostError:
         errors = [self._wire.why_lost(rank) for rank in ranks]
         error = next((error for error in errors if isinstance(error, ConnectionError)), ConnectionError())
-        found = peer_error(error, ranks, what, self._notes, self._control_rendezvous.timeout)
+        found = peer_error(error, ranks, what, self._notes, self._rendezvous.timeout)
         return found if isinstance(found, PeerLostError) else PeerLostError(str(found))
 
     @property
@@ -283,7 +279,7 @@ class ProcessGroupTransport(Transport):
         return needs_all(found, self.rank, self.world_size, lambda absent: self._explain_absent(absent, what))
 
     def is_asked(self, name: str) -> bool:
-        return self._wire.control_plane.is_asked(name)
+        return self._wire.control_plane.agreements.is_asked(name)
 
     def missing(self, name: str) -> list[int]:
         return self._wire.control_plane.missing(name)
@@ -324,9 +320,8 @@ class ProcessGroupTransport(Transport):
         return self._rendezvous.records()
 
     def tolerate(self, faults: Tolerate) -> Neighbours:
-        shared = self._control_rendezvous
-        if not shared.incarnation:  # a process that joins looks up those that it meets
-            shared.look_up_addresses()
+        if not self._rendezvous.incarnation:  # a process that joins looks up those that it meets
+            self._rendezvous.look_up_addresses()
         self._faults = faults
         self.neighbours = self.table = self._exchanges.policy = self._known
         self._control = self._collectives("call", _CALLS)
@@ -360,38 +355,82 @@ class ProcessGroupTransport(Transport):
             request.sent.is_cuda and self._rendezvous.nccl and self._faults is None and self._rendezvous.encrypt is not True
         )
         if over_nccl and _is_plain(type(request.compression), group):
-            return self._nccl_groups(ranks) if group else self._nccl_pairs()
+            if group:
+                return AllReduceGroups(self._communicator(f"nccl/{ranks}", ranks), self.rank, self._explain)
+            return NcclPairs(self._communicator("nccl", range(self.world_size)), self.rank, self._explain)
         return self._exchanges
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         return self.choose(edge, request).start(edge, request)
 
-    def _nccl_pairs(self) -> NcclPairs:
-        everybody = range(self._rendezvous.world_size)
-        communicator = self._get_or_make("nccl", everybody, self._rendezvous, Rendezvous.nccl_communicator)
-        return NcclPairs(communicator, self.rank, self._explain)
-
-    def _nccl_groups(self, ranks: tuple[int, ...]) -> AllReduceGroups:
-        communicator = self._get_or_make(f"nccl/{ranks}", ranks, self._rendezvous, Rendezvous.nccl_communicator)
-        return AllReduceGroups(communicator, self.rank, self._explain)
-
-    def _get_or_make(
-        self,
-        name: str,
-        ranks: Sequence[int],
-        rendezvous: Rendezvous,
-        make: Callable[[Rendezvous, str, Sequence[int]], Communicator],
-    ) -> Communicator:
+    def _communicator(self, name: str, ranks: Sequence[int]) -> Communicator:
         if name not in self._communicators:
+            timeout = timedelta(seconds=self.timeout)
             try:
-                self._communicators[name] = make(rendezvous, name, ranks)
+                self._communicators[name] = self._rendezvous.nccl_communicator(name, ranks, timeout)
             except RuntimeError as error:
                 others = [rank for rank in ranks if rank != self.rank]
-                raise peer_error(error, others, "a communicator", self._notes, rendezvous.timeout) from error
+                raise peer_error(error, others, "a communicator", self._notes, timeout) from error
         return self._communicators[name]
 
     def _explain(self, error: Exception, ranks: list[int], exchange_id: ExchangeId) -> RuntimeError:
-        return peer_error(error, ranks, str(exchange_id), self._notes, self._rendezvous.timeout)
+        return peer_error(error, ranks, str(exchange_id), self._notes, timedelta(seconds=self.timeout))
+
+
+class NewcomerTransport(ProcessGroupTransport):
+    """Connects a process that takes the place of a worker. Until ``enter``, collectives are those of this process alone.
+
+    Args:
+        shared: what the workers of the run have in common.
+        signature: of their settings, which this process must share (``decent_dp.replica.consistency``).
+    """
+
+    def __init__(self, shared: Rendezvous, signature: Mapping[str, Any]) -> None:
+        self._process_group = None
+        self.signature = signature
+        self._meet(shared, None)
+        self._members: Collectives | None = None
+        self._listen()
+        self._control = alone(self.rank)
+
+    @property
+    def incarnation(self) -> int:
+        return self._rendezvous.incarnation
+
+    def tolerate(self, faults: Tolerate) -> Neighbours:
+        neighbours = super().tolerate(faults)
+        assert isinstance(self._control, Collectives)
+        self._members, self._control = self._control, alone(self.rank)
+        return neighbours
+
+    def _gather_at_start(self, text: str) -> dict[int, str]:
+        return {self.rank: text}
+
+    def prepare(self, edges: list[Edge]) -> None:
+        return  # nobody accepts it before it is a member
+
+    def meet(self, incarnations: Mapping[int, int]) -> None:
+        """The other members are these processes."""
+        for rank, incarnation in incarnations.items():
+            self._wire.renew(rank, incarnation)
+
+    def enter(self, incarnations: Mapping[int, int], calls: int, first: int) -> None:
+        """Connects to the other members, and takes part in their collectives from now on.
+
+        Args:
+            incarnations: of the other members.
+            calls: ``Control.calls`` of one of them.
+            first: the first round of this process.
+        """
+        assert self._members is not None
+        assert self._faults is not None
+        assert self.neighbours is not None
+        self._members.enter(calls, first)
+        self.meet(incarnations)
+        deadline = time.monotonic() + self._faults.dead_after / 2
+        while set(incarnations) - {*self.neighbours.living(), *self.neighbours.lost()} and time.monotonic() < deadline:
+            time.sleep(_LOOK)
+        self._control = self._members
 
 
 def _io_threads() -> int:

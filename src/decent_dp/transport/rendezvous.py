@@ -247,10 +247,10 @@ class Rendezvous:
         """The other workers on this one's network stack."""
         return frozenset(i for i, name in enumerate(self.node_of) if name == self.node and i != self.rank)
 
-    def nccl_communicator(self, name: str, ranks: Sequence[int]) -> Communicator:
+    def nccl_communicator(self, name: str, ranks: Sequence[int], timeout: timedelta) -> Communicator:
         """An NCCL communicator of ``ranks`` on the current CUDA device; called by its members alone."""
         options: Any = dist.ProcessGroupNCCL.Options()
-        options._timeout = self.timeout
+        options._timeout = timeout
         store = PrefixStore(name, self.store)
         return dist.ProcessGroupNCCL(store, list(ranks).index(self.rank), len(ranks), options)
 

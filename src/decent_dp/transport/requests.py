@@ -7,12 +7,13 @@ import logging
 import queue
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
+from functools import partial
 from typing import TypeAlias
 
-from decent_dp.transport.channels import Channel, Link
+from decent_dp.transport.commands import Commands
 from decent_dp.transport.flow import Flow
-from decent_dp.transport.link import Key, LinkState
-from decent_dp.transport.messages import ANSWERS, STATE, Header, pack
+from decent_dp.transport.messages import ANSWERS, STATE, Header, Key, pack
+from decent_dp.transport.peer_link import Channel, LinkState, PeerLink
 from decent_dp.transport.repeats import Repeats
 from decent_dp.transport.waiter import start_thread
 
@@ -31,20 +32,12 @@ class Requests:
 
     Args:
         want: makes sure that there will be a connection to a worker; for the transport's thread.
-        call: runs a function in the transport's thread.
-        on_error: ends this worker with an error of another thread.
     """
 
-    def __init__(
-        self,
-        flow: Flow,
-        want: Callable[[int], None],
-        call: Callable[[Callable[[], None]], None],
-        on_error: Callable[[Exception], None],
-    ) -> None:
-        self._flow, self._want, self._call, self._on_error = flow, want, call, on_error
+    def __init__(self, flow: Flow, commands: Commands, want: Callable[[int], None]) -> None:
+        self._flow, self._commands, self._want = flow, commands, want
         self._answer: Answer | None = None
-        self._waiting: queue.Queue[tuple[Link, Channel, Key, bytes] | None] = queue.Queue(_MOST_WAITING)
+        self._waiting: queue.Queue[tuple[PeerLink, Channel, Key, bytes] | None] = queue.Queue(_MOST_WAITING)
         self._errors = Repeats()
         self._number = 0
 
@@ -58,7 +51,7 @@ class Requests:
         """``Neighbours.serve``."""
         is_first, self._answer = self._answer is None, answer
         if is_first:
-            start_thread(self._serve, "decent_dp-joiners", self._on_error)
+            start_thread(self._serve, "decent_dp-joiners", self._commands.fail)
 
     def ask(self, peer: int, incarnation: int, request: bytes) -> Future[bytes]:
         """``Neighbours.ask``."""
@@ -76,12 +69,12 @@ class Requests:
             else:
                 self._want(peer)
 
-        self._call(ask)
+        self._commands.call(ask)
         return answer
 
     # -- in the transport's thread --------------------------------------------------------------------------------------
 
-    def hear(self, link: Link, channel: Channel, header: Header, body: bytes) -> None:
+    def hear(self, link: PeerLink, channel: Channel, header: Header, body: bytes) -> None:
         """A STATE has come."""
         if header.flags & ANSWERS:
             _, answer = link.questions.pop(header.key[0], (b"", None))
@@ -111,9 +104,6 @@ class Requests:
             except Exception as error:  # the process asks another worker, and this one trains on
                 if self._errors.again():
                     _log.warning("a request was not answered (%d times by now)", self._errors.times, exc_info=error)
-            self._send(channel, key, answer)
+            with contextlib.suppress(RuntimeError):  # the transport was closed
+                self._commands.call(partial(channel.send, pack(STATE, key, ANSWERS), answer))
             del link, channel, body, request, answer  # not kept until the next one comes
-
-    def _send(self, channel: Channel, key: Key, answer: bytes) -> None:
-        with contextlib.suppress(RuntimeError):  # the transport was closed
-            self._call(lambda: channel.send(pack(STATE, key, ANSWERS), answer))

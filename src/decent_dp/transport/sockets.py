@@ -23,7 +23,7 @@ from zmq.utils import z85
 
 from decent_dp.transport.messages import HEADER_BYTES, LARGEST_FRAME
 
-__all__ = ["SILENT", "Curve", "Event", "Socket", "Sockets", "check_pyzmq"]
+__all__ = ["SILENT", "Curve", "Event", "Socket", "Sockets", "check_pyzmq", "rest_of"]
 
 # The oldest with ``recv_into``. An installation may have been changed after this package's.
 _OLDEST = (26, 4)
@@ -213,7 +213,7 @@ class Sockets:
 
     def __init__(self, dead_after: float, password: bytes, *, io_threads: int = 1) -> None:
         check_pyzmq()
-        self.password = password
+        self.dead_after, self.password = dead_after, password
         most = min(dead_after, _LONGEST_HEARTBEAT)
         self._every, self._answered = most * _EVERY, most * (SILENT - _EVERY)
         self._context = zmq.Context(io_threads)
@@ -295,6 +295,16 @@ class Sockets:
         for made in closing:
             self._made.remove(made)
             made.close()
+
+
+def rest_of(stream: ZmqSocket) -> bytes:
+    """The second frame of a message; what follows it is dropped."""
+    body = b""
+    if stream.get(zmq.RCVMORE):
+        body = stream.recv(zmq.NOBLOCK)
+    while stream.get(zmq.RCVMORE):
+        stream.recv(zmq.NOBLOCK)
+    return body
 
 
 def _inode_of(descriptor: int) -> int:

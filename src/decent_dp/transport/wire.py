@@ -11,25 +11,27 @@ import time
 import weakref
 from collections.abc import Callable
 from multiprocessing.util import Finalize
+from typing import Any
 
-from decent_dp.errors import PeerLostError
-from decent_dp.transport.agreement import View
-from decent_dp.transport.channels import Channel, Link
+import zmq
+
+from decent_dp.errors import PeerLostError, WireError
+from decent_dp.transport.agreement import PeerView
 from decent_dp.transport.commands import Commands
 from decent_dp.transport.control_plane import ControlPlane
 from decent_dp.transport.dialling import Dialler, Target
 from decent_dp.transport.flow import Flow
-from decent_dp.transport.hello import CROSSING, REPLACED, Identity
-from decent_dp.transport.link import Key, LinkState, Pair, Receiving, Sending
+from decent_dp.transport.hello import CROSSING, REPLACED, Credentials, Identity
+from decent_dp.transport.hints import Hints
 from decent_dp.transport.listening import Doorman
-from decent_dp.transport.mailbox import Mailbox
-from decent_dp.transport.messages import BYE, Header, pack
+from decent_dp.transport.messages import BYE, DATA, STATE, Header, pack, unpack
 from decent_dp.transport.peer_errors import SilentError
-from decent_dp.transport.polling import Polling, Reader
+from decent_dp.transport.peer_link import Channel, LinkState, PeerLink
+from decent_dp.transport.polling import Polling
 from decent_dp.transport.requests import Requests
-from decent_dp.transport.sockets import SILENT, Curve, Socket, Sockets
+from decent_dp.transport.sockets import SILENT, Socket, Sockets, rest_of
 
-__all__ = ["Wire"]
+__all__ = ["Reader", "Wire"]
 
 _log = logging.getLogger(__name__)
 
@@ -57,89 +59,62 @@ class Wire:
     """This worker's connections.
 
     Args:
-        identity: this worker's.
-        secret: with which workers prove that they are of this run.
         expected: the ranks of the run.
         local: the workers that share this one's network stack.
         sockets: makes them.
         listeners: those to which others connect.
-        curve: this worker's keys.
-        known: the public keys of other workers.
         find: where a process of a worker listens, by its rank and incarnation; blocking.
-        is_known: whether the store has a public key; blocking.
         timeout: seconds that a worker has to answer when it is dialled.
-        dead_after: seconds without a sign of life after which a peer is dead.
     """
 
     def __init__(
         self,
-        identity: Identity,
-        secret: bytes,
+        credentials: Credentials,
         expected: range,
         local: frozenset[int],
         sockets: Sockets,
         listeners: list[Socket],
-        curve: Curve,
-        known: set[bytes],
         find: Callable[[int, int], Target],
-        is_known: Callable[[bytes], bool],
         timeout: float,
-        dead_after: float = 10.0,
     ) -> None:
-        self._identity, self._expected = identity, set(expected)
-        self._sockets, self._listeners = sockets, listeners
+        self._identity, self._expected = credentials.identity, set(expected)
+        self._sockets, self._listeners, self._dead_after = sockets, listeners, sockets.dead_after
         self._asked: set[int] = set()
-        self._dead_after = dead_after
         self._next_beat, self._woke = time.monotonic(), -math.inf
         self.stopped = 0.0  # seconds for which this process, or this thread, was stopped so far
         self._look_at = math.inf
-        self._commands = Commands()
-        self.mailbox = Mailbox(self.call)
-        self._polling = Polling(sockets)
+        self.commands, self.hints, self._polling = Commands(), Hints(), Polling(sockets)
+        self.call = self.commands.call
         # Connections that stay open after a BYE for its answer, and until when.
         self._leaving: dict[Channel, float] = {}
-        self.flow = Flow(identity.rank, local, self._hear_call, self.mailbox.keep, self._connected, self._hang_up, dead_after)
-        self._doorman = Doorman(
-            identity,
-            secret,
-            self._admit,
-            self._let_in,
-            sockets.authenticator,
-            sockets.password,
-            known,
-            is_known,
-            self._polling.read_events,
-            self.call,
-            self.fail,
+        rank = self._identity.rank
+        self.flow = Flow(
+            rank,
+            local,
+            lambda *note: self.control_plane.hear(*note),
+            self.hints.keep,
+            self._connected,
+            self._hang_up,
+            self._dead_after,
         )
-        self._dialler = Dialler(
-            self.flow,
-            self._polling,
-            sockets,
-            identity,
-            secret,
-            curve,
-            find,
-            self.call,
-            min(timeout, dead_after),
-            self._goes_first,
-            self.fail,
-        )
-        self.requests = Requests(self.flow, self._dialler.want, self.call, self.fail)
-        self._reader = Reader(self._polling, self.flow, self._hear_bye, self.requests.hear)
-        self._polling.dialler, self._polling.doorman = self._dialler, self._doorman
+        with_whom = credentials, sockets, self.commands
+        self._doorman = Doorman(*with_whom, self._admit, self._let_in, lambda socket: self._reader.read_events(socket))
+        patience = min(timeout, self._dead_after)
+        self._dialler = Dialler(*with_whom, self.flow, self._polling, find, patience, self._goes_first)
+        self.requests = Requests(self.flow, self.commands, self._dialler.want)
+        self._reader = Reader(self._polling, self.flow, self._doorman, self._dialler, self._hear_bye, self.requests.hear)
         self.control_plane = ControlPlane(
-            identity.rank,
+            rank,
             len(expected),
             self.call,
             self.flow.send_note,
             self._view,
             self._dialler.want,
             self._first_round,
-            identity.incarnation,
+            self._identity.incarnation,
         )
         self._closing: float | None = None
-        self._thread = threading.Thread(target=self._run, name="decent_dp-transport", daemon=True)
+        self._thread = self.commands.thread = threading.Thread(target=self._run, name="decent_dp-transport", daemon=True)
         _WIRES.add(self)
         # A process may end right after its last exchange, without a close: what libzmq has of it still goes out.
         self._at_exit = Finalize(None, _close_at_exit, args=(weakref.ref(self),), exitpriority=10)
@@ -155,10 +130,10 @@ class Wire:
 
     def is_connected(self, peer: int) -> bool:
         """Whether there is a connection. Waits until it is made, or the peer counts as dead."""
-        while (view := self._view(peer)) in (View.UNKNOWN, View.PENDING):
-            self.refuse_failed()
+        while (view := self._view(peer)) in (PeerView.UNKNOWN, PeerView.PENDING):
+            self.commands.refuse_failed()
             time.sleep(_LOOK / 50)
-        return view is View.LINKED
+        return view is PeerView.LINKED
 
     def has_ended(self, peer: int) -> bool:
         """Whether the connection is lost, and nobody listens at the address of this worker any more."""
@@ -190,32 +165,11 @@ class Wire:
             if self.incarnation_of(peer) < incarnation:
                 self._expected.add(peer)
                 self.flow.renew(peer, incarnation, start)
-                self.mailbox.drop(peer)
-                self.control_plane.renew(peer, incarnation)
+                self.hints.drop(peer)
+                self.control_plane.agreements.renew(peer, incarnation)
                 self.flow.take_joiner(peer)
 
         self.call(renew)
-
-    def open(self, pair: Pair) -> None:
-        self.call(lambda: self.flow.settlement.open(pair))
-
-    def drop(self, pair: Pair) -> None:
-        self.call(lambda: self.flow.settlement.drop(pair))
-
-    def send(self, sending: Sending) -> None:
-        self.call(lambda: self.flow.add_sending(sending))
-
-    def advance(self, sending: Sending, ready: int) -> None:
-        """The first ``ready`` bytes of a message are final."""
-        sending.ready = ready
-        self.call(lambda: self.flow.queue(sending))
-
-    def receive(self, receiving: Receiving) -> None:
-        self.call(lambda: self.flow.add_receiving(receiving))
-
-    def send_hint(self, peer: int, key: Key, hint: bytes) -> None:
-        """Sends what the peer needs to encode for an exchange. It is lost without an error if the peer is gone."""
-        self.call(lambda: self.flow.send_hint(peer, key, hint))
 
     def last_progress(self, peer: int) -> float:
         """When a part of a message last came from ``peer`` or went to it, on the monotonic clock; 0 for never."""
@@ -257,31 +211,6 @@ class Wire:
             return 0.0 if link.refused else min(lively, link.since + _MENDED - now)
         return lively
 
-    def call(self, command: Callable[[], None]) -> None:
-        """Runs ``command`` in this thread.
-
-        Raises:
-            RuntimeError: the thread has ended.
-        """
-        self._commands.put(command, wake=threading.current_thread() is not self._thread)
-
-    def fail(self, error: Exception) -> None:
-        """``Neighbours.fail``."""
-        name = threading.current_thread().name
-
-        def end() -> None:
-            self._commands.failed_in = self._commands.failed_in or name
-            raise error
-
-        if self._closing is None:
-            with contextlib.suppress(RuntimeError):  # it has ended
-                self.call(end)
-
-    def refuse_failed(self) -> None:
-        """``Neighbours.refuse_failed``."""
-        if self._commands.error is not None:
-            raise self._commands.is_over() from self._commands.error
-
     def close(self, *, says_bye: bool = True) -> None:
         """Ends the thread once everything that was sent has arrived, or cannot any more.
 
@@ -290,6 +219,7 @@ class Wire:
         """
         if self._closing is None:
             self._at_exit.cancel()
+            self.commands.closing = True
             self._closing = time.monotonic() + (_LINGER if says_bye else 0.0)
             with contextlib.suppress(RuntimeError):
                 self.call(self._say_bye if says_bye else lambda: None)
@@ -299,7 +229,7 @@ class Wire:
 
     def _run(self) -> None:
         try:
-            self._polling.add(self._commands.wakeup)
+            self._polling.add(self.commands.wakeup)
             if self._sockets.authenticator is not None:
                 self._polling.add(self._sockets.authenticator)
             for listener in self._listeners:
@@ -308,8 +238,8 @@ class Wire:
             while self._closing is None or not self._is_drained():
                 more = self._step(more)
         except BaseException as error:
-            self._commands.failed_in = self._commands.failed_in or self._thread.name
-            self._commands.error = error
+            self.commands.failed_in = self.commands.failed_in or self._thread.name
+            self.commands.error = error
             if not isinstance(error, PeerLostError):  # which the training thread gets
                 _log.exception("the transport of worker %d has failed", self._identity.rank)
         finally:
@@ -322,11 +252,11 @@ class Wire:
         for stream in happened:
             socket = self._polling.sources.get(stream)
             if socket is not None and stream is socket.monitor:
-                self._polling.read_events(socket)
+                self._reader.read_events(socket)
         for stream in happened:
             socket = self._polling.sources.get(stream)
-            if stream == self._commands.wakeup:
-                self._commands.awake()
+            if stream == self.commands.wakeup:
+                self.commands.awake()
             elif stream is self._sockets.authenticator:
                 self._doorman.authenticate()
             elif socket is not None and stream is socket.zmq:
@@ -336,7 +266,7 @@ class Wire:
         for channel in self._polling.over:
             self._end(channel)
         self._polling.over.clear()
-        self._commands.run()
+        self.commands.run()
         more = self.flow.go_on()
         if self._closing is None:
             for link in self.flow.links.values():
@@ -347,7 +277,7 @@ class Wire:
 
     def _patience(self) -> float:
         """Seconds for which nothing is to be done."""
-        if self._commands:
+        if self.commands:
             return 0.0
         if self.flow.waiting or self._closing is not None or self._leaving or self._doorman.busy:
             return _LOOK if self._closing is None else _LOOK / 5
@@ -384,19 +314,14 @@ class Wire:
         self.flow.beat(self.flow.link(peer))  # says in which round and epoch this worker is
         self.control_plane.reconnected(peer)
 
-    def _hear_call(self, peer: int, key: Key, text: bytes) -> None:
-        self.control_plane.hear(peer, key, text)
-
-    def _view(self, peer: int) -> View:
+    def _view(self, peer: int) -> PeerView:
         """What the control plane is to know of a peer; any thread may ask."""
         link = self.flow.links.get(peer)
         if link is None or link.state is LinkState.NEW:
-            return View.UNKNOWN
+            return PeerView.UNKNOWN
         if link.silence(self.now()) >= self._dead_after:
-            return View.LOST
-        if link.state is LinkState.OPEN and self.patience(peer, 0.0) > 0:
-            return View.LINKED
-        return View.PENDING
+            return PeerView.LOST
+        return PeerView.LINKED if link.state is LinkState.OPEN else PeerView.PENDING
 
     def _first_round(self, peer: int) -> int:
         link = self.flow.links.get(peer)
@@ -439,7 +364,7 @@ class Wire:
         """Whether it is of a process that is no member yet, as far as this worker knows."""
         return worker.incarnation > self.incarnation_of(worker.rank)
 
-    def _hang_up(self, link: Link) -> None:
+    def _hang_up(self, link: PeerLink) -> None:
         for channel in link.channels:
             if channel not in self._leaving:
                 self._polling.hang_up(channel)
@@ -463,11 +388,10 @@ class Wire:
         for channel in [channel for channel, until in self._leaving.items() if now >= until]:
             self._lose(channel)
         for link in list(self.flow.links.values()):
-            if link.state is LinkState.OPEN:
-                self.flow.beat(link)
+            self.flow.beat(link)
             self._judge(link, now)
 
-    def _judge(self, link: Link, now: float) -> None:
+    def _judge(self, link: PeerLink, now: float) -> None:
         brought = max(link.moved, link.since, link.busy)
         if link.state is LinkState.OPEN and link.pairs and link.outstanding and now - brought > self._dead_after:
             # The control connection lives, and the peer neither sends what it has offered nor moves an earlier exchange.
@@ -480,16 +404,16 @@ class Wire:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _say_bye(self) -> None:
-        self.control_plane.leave()
+        self.control_plane.agreements.leave()
         for link in self.flow.links.values():
             if link.state is LinkState.OPEN and link.control is not None:
                 link.control.send(pack(BYE))
 
-    def _hear_bye(self, link: Link, channel: Channel, header: Header) -> None:
+    def _hear_bye(self, link: PeerLink, channel: Channel, header: Header) -> None:
         link.left = True
         if header.flags == _ANSWER:
             return
-        self.control_plane.departed(link.peer)
+        self.control_plane.agreements.departed(link.peer)
         channel.send(pack(BYE, flags=_ANSWER))
         for left in link.channels:
             self._leaving[left] = time.monotonic() + _LINGER
@@ -501,25 +425,115 @@ class Wire:
         if time.monotonic() > self._closing:
             return True
         waits = [link for link in self.flow.links.values() if link.state is LinkState.OPEN and not link.left]
-        return not (self._commands or waits)
+        return not (self.commands or waits)
 
     def _shut_down(self) -> None:
         over: Exception = ConnectionError("the transport was closed")
-        if self._commands.error is not None:
-            over = self._commands.is_over()
-            over.__cause__ = self._commands.error
-        while not self._commands.ended:
-            self._commands.run_last()
-            self.control_plane.close(self._commands.error)
+        if self.commands.error is not None:
+            over = self.commands.is_over()
+            over.__cause__ = self.commands.error
+        while not self.commands.ended:
+            self.commands.run_last()
+            self.control_plane.close(self.commands.error)
             self.requests.close()
             self._dialler.close()
             for link in self.flow.links.values():
                 if link.control is not None:  # what is on its way there goes out, unlike memory that is lent to libzmq
                     self._leaving.setdefault(link.control, math.inf)
                 self.flow.fail(link, over)
-            self._commands.end()
+            self.commands.end()
         self._sockets.close_all(flush=self._closing is None or time.monotonic() >= self._closing)
-        self._commands.close()
+        self.commands.close()
+
+
+class Reader:
+    """Reads events and messages, and dispatches them. Used by the transport's thread alone.
+
+    Args:
+        doorman, dialler: take those of connections that are not open yet.
+        on_bye, on_state: called with the link, the connection and the header of a BYE; of a STATE, and its body.
+    """
+
+    def __init__(
+        self,
+        polling: Polling,
+        flow: Flow,
+        doorman: Doorman,
+        dialler: Dialler,
+        on_bye: Callable[[PeerLink, Channel, Header], None],
+        on_state: Callable[[PeerLink, Channel, Header, bytes], None],
+    ) -> None:
+        self._polling, self._flow, self._doorman, self._dialler = polling, flow, doorman, dialler
+        self._on_bye, self._on_state = on_bye, on_state
+
+    def read_events(self, socket: Socket) -> None:
+        polling, owner = self._polling, self._polling.owners.get(socket)
+        for event in socket.events():
+            if socket.is_router and event.kind == zmq.EVENT_DISCONNECTED and (socket, event.descriptor) in polling.accepted:
+                channel = polling.accepted.pop((socket, event.descriptor))
+                if socket.is_open_to_others:  # somebody who has seen its routing id may use it from now on
+                    polling.routes.pop(channel.route, None)
+                polling.over.append(channel)
+            elif socket.is_router:
+                self._doorman.on_event(socket, event)
+            elif owner is None:
+                self._dialler.on_event(socket, event)
+            elif event.is_end:
+                polling.over.append(owner)
+
+    def read(self, socket: Socket, until: float) -> None:
+        """Reads what has come to a socket."""
+        stream = socket.zmq
+        with contextlib.suppress(zmq.Again):
+            while self._polling.is_watched(socket) and time.monotonic() < until:
+                first = stream.recv(zmq.NOBLOCK)
+                routes, owners = self._polling.routes, self._polling.owners
+                channel = routes.get((socket, first)) if socket.is_router else owners.get(socket)
+                if channel is not None:
+                    self._take(channel, stream.recv(zmq.NOBLOCK) if socket.is_router else first)
+                elif socket.is_router:
+                    self._doorman.hear(socket, first)
+                else:
+                    self._dialler.hear(socket, first)
+
+    def _take(self, channel: Channel, raw: bytes) -> None:
+        stream, link = channel.socket.zmq, channel.link
+        if link is None:
+            rest_of(stream)
+            self._doorman.dropped += 1
+            return
+        try:
+            header = unpack(raw, link.peer)
+            link.heard = time.monotonic()
+            if header.kind == DATA:
+                self._take_data(link, header, stream)
+            else:
+                body = rest_of(stream)
+                if header.kind == BYE:
+                    self._on_bye(link, channel, header)
+                elif header.kind == STATE:
+                    self._on_state(link, channel, header, body)
+                elif self._is_member(link):
+                    self._flow.hear(link, header, body)
+        except WireError as error:
+            rest_of(stream)
+            self._flow.fail(link, error)
+
+    def _is_member(self, link: PeerLink) -> bool:
+        """Whether the peer may send more than STATE. To a process that joins it does so from when on it is a member there."""
+        if link.joining is not None and self._flow.links.get(link.peer) is link:
+            self._flow.open(link, link.uid, *link.joining)
+        return link.state is LinkState.OPEN
+
+    def _take_data(self, link: PeerLink, header: Header, stream: Any) -> None:
+        memory = self._flow.memory_for(link, header)
+        if memory is None:
+            rest_of(stream)
+            return
+        count = stream.recv_into(memory, flags=zmq.NOBLOCK) if stream.get(zmq.RCVMORE) else 0
+        if count != len(memory) or stream.get(zmq.RCVMORE):
+            raise WireError(f"worker {link.peer} sent a part of {count} bytes, where it announced {len(memory)}")
+        self._flow.arrived(link, header)
 
 
 _WIRES: weakref.WeakSet[Wire] = weakref.WeakSet()
@@ -532,7 +546,7 @@ def _close_at_exit(wire: weakref.ref[Wire]) -> None:
 
 def _end_in_child() -> None:
     for wire in list(_WIRES):
-        wire._commands.end_in_child()
+        wire.commands.end_in_child()
 
 
 # DataLoader workers are forked where that is the default.

@@ -1,24 +1,37 @@
-"""A peer: what is known of it, its control and bulk connection, and their receive window."""
+"""The link to a peer: its messages and exchanges, what is known of it, its two connections, and their receive window."""
 
 from __future__ import annotations
 
+import enum
 import math
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import zmq
 
 from decent_dp.transport.hello import CONTROL
-from decent_dp.transport.link import Key, LinkState, Pair, Priority, Receiving, Sending
-from decent_dp.transport.messages import STATE, Header, pack
+from decent_dp.transport.messages import STATE, Header, Key, pack
 from decent_dp.transport.repeats import Repeats
 from decent_dp.transport.sockets import Socket
 from decent_dp.transport.votes import Verdict, Votes
 
-__all__ = ["SMALL", "Channel", "Link", "Network", "Rate"]
+__all__ = [
+    "SMALL",
+    "Channel",
+    "LinkState",
+    "Message",
+    "Network",
+    "PairExchange",
+    "PeerLink",
+    "Priority",
+    "Rate",
+    "Receiving",
+    "Sending",
+]
 
 # Losses of one connection, each within a minute of the one before, from which on they are worth a warning.
 _OFTEN = 4
@@ -70,6 +83,114 @@ _RECENTLY = 0.5
 _INTERVAL = 0.05
 # or bytes: fast links bring a window in less.
 _ENOUGH = 2**21
+# The order in which messages are needed: by round, bucket and step of the exchange, then by when they were added.
+Priority: TypeAlias = tuple[int, int, int, int]
+
+
+@dataclass(eq=False)
+class Message:
+    """A message in one direction. ``done`` and ``failed`` are called in the transport's thread.
+
+    Attributes:
+        step: its place in the order of the messages of its exchange.
+        offered: of one that is received: the peer is known to have it, or to be in the exchange; of one that is sent: the peer
+            was told.
+    """
+
+    peer: int
+    key: Key
+    memory: memoryview
+    done: Callable[[], None]
+    failed: Callable[[BaseException], None]
+    step: int = 0
+    granted: int = 0
+    offered: bool = False
+    order: int = -1
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size = len(self.memory)
+
+    @property
+    def priority(self) -> Priority:
+        return *self.key[:2], self.step, self.order
+
+
+@dataclass(eq=False)
+class Sending(Message):
+    """A message on its way out.
+
+    Attributes:
+        ready: its first bytes that are final; may grow while it is being written.
+        arrived: bytes that the peer says it has.
+        lent: some of it was sent without a copy, over this connection.
+    """
+
+    ready: int = 0
+    written: int = 0
+    arrived: int = 0
+    lent: bool = False
+    queued: bool = False
+
+    @property
+    def sendable(self) -> bool:
+        return min(self.ready, self.granted) > self.written
+
+
+@dataclass(eq=False)
+class Receiving(Message):
+    """A message that is expected.
+
+    Attributes:
+        sources: the number of peers whose messages of the same exchange share its link.
+    """
+
+    sources: int = 1
+    received: int = 0
+
+
+class LinkState(enum.Enum):
+    """The life of the connection to one peer."""
+
+    NEW = "there has been none yet"  # OPEN or JOINING when one is made; GONE if no process listens there
+    JOINING = "one end is no member for the other yet: requests and answers alone"  # OPEN when it is; BROKEN when lost
+    OPEN = "bytes can move"  # BROKEN or GONE when it is lost
+    BROKEN = "it was lost, and one of both makes it again"  # OPEN or JOINING; GONE if no process listens there
+    GONE = "the peer has left, or its process has ended, or it sent what was not due"
+
+
+@dataclass(eq=False)
+class PairExchange:
+    """An exchange of two workers that both mix, or neither.
+
+    Attributes:
+        settle: called once with BOTH or NEITHER, in the transport's thread.
+        opened, joined, voted: when this end was in this exchange, both were, and this end said GOT; 0 until then.
+        busy: when the peer, which was not in it yet, last said that bytes of an earlier one move; 0: it has not.
+        abandoned: this end waits for nothing but the verdict.
+    """
+
+    receiving: Receiving
+    sending: Sending
+    settle: Callable[[Verdict], None]
+    opened: float = 0.0
+    joined: float = 0.0
+    voted: float = 0.0
+    busy: float = 0.0
+    abandoned: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether the peer's message has come and this worker's own one is coded: without both the peer's cannot be decoded."""
+        return self.receiving.received == self.receiving.size and self.sending.ready == self.sending.size
+
+    @property
+    def round(self) -> int:
+        return self.receiving.key[0]
+
+    @property
+    def bucket(self) -> int:
+        return self.receiving.key[1]
 
 
 class Rate:
@@ -125,7 +246,7 @@ class Network:
     coming: Rate = field(default_factory=Rate)
     waiting: bool = False
 
-    def space(self, receiving: Receiving, link: Link) -> int:
+    def space(self, receiving: Receiving, link: PeerLink) -> int:
         """Bytes of a message that are to be wanted now; 0 if it is too early to ask for more."""
         left = receiving.size - receiving.granted
         if self.local:
@@ -138,7 +259,7 @@ class Network:
         space = window - self.outstanding
         return min(left, space) if space >= min(left, window // 4) else 0
 
-    def must_wait(self, sending: Sending, links: Iterable[Link]) -> bool:
+    def must_wait(self, sending: Sending, links: Iterable[PeerLink]) -> bool:
         """Whether a message has to wait because the link is full of messages to another peer in an earlier round.
 
         The peer of the later round may have wanted it long ago, because it has nothing else to do. The kernel would give each
@@ -165,7 +286,7 @@ class Channel:
     plane: int
     routing_id: bytes = b""
     descriptor: int = -1
-    link: Link | None = None
+    link: PeerLink | None = None
 
     @property
     def route(self) -> tuple[Socket, bytes]:
@@ -199,7 +320,7 @@ class Channel:
                 raise
 
 
-class Link:
+class PeerLink:
     """What is known of one peer: its votes, its exchanges, its rounds, and its two connections while it is open. Changed by the
     transport's thread alone, but for the breaks of late exchanges; other threads read single fields.
 
@@ -247,7 +368,7 @@ class Link:
         self.epoch = 0
         self.round = self.start = -1
         self.votes = Votes()
-        self.pairs: dict[int, Pair] = {}
+        self.pairs: dict[int, PairExchange] = {}
         self.hints: dict[int, tuple[Key, bytes]] = {}
         self.closed: str | None = None
         self.cause: BaseException | None = None
@@ -351,7 +472,7 @@ class Link:
 
     # -- exchanges that take much longer than usual ---------------------------------------------------------------------
 
-    def expected_end(self, pair: Pair, began: float, step: float) -> float:
+    def expected_end(self, pair: PairExchange, began: float, step: float) -> float:
         """When an exchange is late, on the monotonic clock; infinite for messages without a history.
 
         A peer that is in the exchange has the usual time of its messages: the median of their history, and beyond it six times
@@ -377,7 +498,7 @@ class Link:
         times = self._times.get(bucket, ())
         return len(times) < _TIMED or statistics.median(times) > _SLOW
 
-    def _inexcusable_since(self, pair: Pair, began: float) -> float:
+    def _inexcusable_since(self, pair: PairExchange, began: float) -> float:
         """When this worker began to wait; where exchanges are slow, when the peer last said that an earlier one moves. That one
         may take no longer than one of this link, which depends on the place of its bucket."""
         if not (pair.busy and self.is_slow(pair.bucket)):
@@ -385,7 +506,7 @@ class Link:
         longest = max((statistics.median(times) for times in self._times.values() if len(times) >= _TIMED), default=math.inf)
         return min(max(began, pair.busy), began + _LONGER * longest)
 
-    def waited(self, pair: Pair, began: float, step: float, most: float) -> None:
+    def waited(self, pair: PairExchange, began: float, step: float, most: float) -> None:
         """This worker has waited for an exchange.
 
         Args:
@@ -396,7 +517,7 @@ class Link:
         earned = _SHARE * step if pair.round > self._waited_in else 0.0
         self.patience, self._waited_in = min(max(self.patience - absent, 0.0) + earned, most), pair.round
 
-    def record(self, pair: Pair, verdict: Verdict) -> None:
+    def record(self, pair: PairExchange, verdict: Verdict) -> None:
         """Keeps the time of an exchange that has ended."""
         if verdict is not Verdict.BOTH or not pair.joined:
             return
@@ -405,7 +526,7 @@ class Link:
         if pair.round > self._late_round:
             self._break = 0
 
-    def give_up(self, pair: Pair) -> None:
+    def give_up(self, pair: PairExchange) -> None:
         """An exchange was late. If it was its messages, the next meetings are left out, twice as many each time."""
         if pair.joined and pair.round > self._late_round:
             self._break = min(2 * self._break or 1, _LONGEST_BREAK)

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from decent_dp.transport.base import ExchangeRequest
+from decent_dp.transport.interface import ExchangeRequest
 from decent_dp.transport.streams import beside, record
 from decent_dp.transport.waiter import Waiter, telling
 
-__all__ = ["Staging"]
+__all__ = ["HostMessages"]
 
 # Bytes that are copied to the CPU before they may be sent: a fraction of a millisecond.
 _PIECE = 2**22
 
 
-class Staging:
+class HostMessages:
     """The messages of one exchange on the CPU, in page-locked memory.
 
     Args:

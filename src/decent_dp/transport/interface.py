@@ -29,7 +29,6 @@ __all__ = [
     "Handle",
     "Transport",
     "Verdict",
-    "written",
 ]
 
 
@@ -311,13 +310,3 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Closes connections and ends threads. All handles must have been waited for."""
-
-
-def written(tensor: Tensor) -> Callable[[], None]:
-    """A call that blocks until what is queued on the current stream has been written to ``tensor``."""
-    if not tensor.is_cuda:
-        return lambda: None
-    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(tensor.device))
-    wait: Callable[[], None] = event.synchronize
-    return wait

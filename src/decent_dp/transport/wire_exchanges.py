@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from decent_dp.topo import Edge
-from decent_dp.transport.base import ExchangeRequest, Explain, Handle
-from decent_dp.transport.groups import BufferPool, GroupExchange, bytes_of
+from decent_dp.transport.groups import BufferPool, GroupExchange, bytes_of, group_by_node
 from decent_dp.transport.handles import WHOLE, AllNeeded, PeerExplain, Policy, WireHandle, key_of
-from decent_dp.transport.link import Pair, Receiving, Sending
+from decent_dp.transport.host_messages import HostMessages
+from decent_dp.transport.interface import ExchangeRequest, Explain, Handle
 from decent_dp.transport.messages import HINT
-from decent_dp.transport.reduction_tree import group_by_node
-from decent_dp.transport.staging import Staging
+from decent_dp.transport.peer_link import PairExchange, Receiving, Sending
 from decent_dp.transport.streams import on_stream, profiled
 from decent_dp.transport.votes import ExchangeId
 from decent_dp.transport.waiter import Waiter
@@ -71,7 +70,7 @@ class WireExchanges:
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         others = sorted(rank for rank in edge.ranks if rank != self._rank)
-        self._wire.refuse_failed()
+        self._wire.commands.refuse_failed()
         for peer in others:
             self._wire.connect(peer)
         handle = WireHandle(request, others, self.policy, self._wire, self._explains(request.exchange_id))
@@ -125,13 +124,15 @@ class WireExchanges:
                 pass
 
         if request.compression.needs_hints:
-            key = key_of(request.exchange_id, HINT)
-            for peer in others:
-                self._wire.send_hint(peer, key, request.hint)
-            self._wire.mailbox.when_hinted(others, key, _on_this_stream(schedule, request.sent))
-            if handle.pairs and handle.failed:  # in the meantime
+            key, then = key_of(request.exchange_id, HINT), _on_this_stream(schedule, request.sent)
+
+            def swap_hints() -> None:
                 for peer in others:
-                    self._wire.mailbox.forget(peer, key)
+                    self._wire.flow.send_hint(peer, key, request.hint)
+                if not (handle.pairs and handle.failed):
+                    self._wire.hints.when_there(others, key, then)
+
+            self._wire.call(swap_hints)
         else:
             schedule([])
         return handle
@@ -151,8 +152,8 @@ class WireExchanges:
             del self._counted[next(iter(self._counted))]
         return first
 
-    def _stage(self, request: ExchangeRequest, handle: WireHandle) -> Staging:
-        staging = Staging(request, self._copied.get(request.exchange_id.bucket))
+    def _stage(self, request: ExchangeRequest, handle: WireHandle) -> HostMessages:
+        staging = HostMessages(request, self._copied.get(request.exchange_id.bucket))
 
         def finish() -> None:
             handle.flags = staging.flags
@@ -192,13 +193,14 @@ class _Swap:
             sending = Sending(peer, key, sent, _nothing, failed, ahead)
             receiving = Receiving(peer, key, bytes_of(received), _nothing, failed, behind, sources=len(others))
             self._sendings.append(sending)
-            handle.pairs.append(Pair(receiving, sending, partial(handle.settle, peer)))
+            handle.pairs.append(PairExchange(receiving, sending, partial(handle.settle, peer)))
         for pair in handle.pairs:
-            wire.open(pair)
+            wire.call(partial(wire.flow.settlement.open, pair))
 
     def encoded(self, ready: int) -> None:
         for sending in self._sendings:
-            self._wire.advance(sending, ready)
+            sending.ready = ready
+            self._wire.call(partial(self._wire.flow.queue, sending))
 
 
 def _nothing() -> None:
