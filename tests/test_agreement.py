@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,14 @@ from decent_dp.transport.agreement import _KEPT, Agreements, PeerView
 
 # Seconds of virtual time: between two looks, until a broken connection makes a worker LOST, and the end.
 LOOK, DEAD_AFTER, END = 0.1, 3.0, 60.0
+
+
+def links_of(
+    view: Callable[[int], PeerView], send: Callable[[int, bytes], None], want: Callable[[int], None] = lambda peer: None
+) -> Any:
+    return SimpleNamespace(
+        view=view, send_note=lambda peer, key, message: send(peer, message), want=want, first_round=lambda peer: -1
+    )
 
 
 class Network:
@@ -46,11 +55,13 @@ class Network:
         return Agreements(
             rank,
             self.n,
-            lambda peer: self.view(rank, peer),
-            lambda peer, message: self.send(rank, peer, message),
-            lambda peer: self.at(0.01, lambda: self.link(rank, peer)),
+            links_of(
+                lambda peer: self.view(rank, peer),
+                lambda peer, message: self.send(rank, peer, message),
+                lambda peer: self.at(0.01, lambda: self.link(rank, peer)),
+            ),
             conclude,
-            incarnation=incarnation,
+            incarnation,
         )
 
     def at(self, delay: float, call: Callable[[], Any]) -> None:
@@ -313,7 +324,7 @@ def test_a_process_whose_first_round_is_a_later_one_is_not_waited_for():
     """It may come all the same, as the others hear of it late."""
     net = Network(4, all_pairs(4))
     for machine in net.machines:
-        machine._first_round = lambda peer: {3: 50, 0: 20}.get(peer, -1)
+        machine._links.first_round = lambda peer: {3: 50, 0: 20}.get(peer, -1)
     for rank in (1, 2):
         net.propose(rank, "call/1", str(rank), round_=20)
         net.propose(rank, "call/2", str(rank), round_=51)
@@ -441,13 +452,13 @@ def test_what_a_process_that_was_replaced_has_said_does_not_count():
 def test_who_has_left_is_not_heard_by_way_of_others_either():
     """They need not be asked whom they are connected to since then."""
     views, results = {1: PeerView.LINKED, 2: PeerView.LINKED}, list[Mapping[int, str]]()
-    first = Agreements(0, 3, views.__getitem__, lambda *_: None, print, lambda _, texts: results.append(texts))
+    first = Agreements(0, 3, links_of(views.__getitem__, lambda *_: None), lambda _, texts: results.append(texts))
 
     def send(peer: int, message: bytes) -> None:
         if peer == 0:
             first.hear(2, message)
 
-    last = Agreements(2, 3, lambda _: PeerView.LINKED, send, print, lambda *_: None)
+    last = Agreements(2, 3, links_of(lambda _: PeerView.LINKED, send), lambda *_: None)
     for worker, text in ((first, "of 0"), (last, "of 2")):
         worker.propose("name/0", text)
     first.departed(1)

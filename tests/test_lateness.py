@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -42,7 +43,7 @@ def test_messages_are_late_after_four_times_their_usual_time(link):
 
 
 def hear_beat(link: PeerLink, flags: int = MOVES) -> None:
-    flow = Flow(0, frozenset(), print, print, print, print)
+    flow = Flow(0, frozenset(), Mock())
     flow.links[link.peer] = link
     flow.hear(link, Header(BEAT, flags, 0, (0, 0, 0), 0, 0, 0), b"")
 
@@ -102,7 +103,7 @@ def test_a_stop_of_this_process_makes_no_peer_silent_or_late(link, monkeypatch):
 @pytest.mark.parametrize(("joined", "moved", "flags"), [(100.5, 100.9, MOVES), (0.0, 100.9, 0), (100.5, 99.0, 0)])
 def test_a_heartbeat_says_that_bytes_move_of_an_exchange_in_which_both_are(link, joined, moved, flags):
     sent: list[bytes] = []
-    flow = Flow(0, frozenset(), print, print, print, print)
+    flow = Flow(0, frozenset(), Mock())
     flow.links[1] = link
     link.pairs[0], link.moved = new_pair(8, joined=joined), moved
     link.control = SimpleNamespace(send=sent.append)  # type: ignore[assignment]

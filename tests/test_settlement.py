@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import zmq
@@ -99,7 +100,7 @@ class End:
     channels: dict[Any, Channel] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.flow = Flow(self.rank, frozenset(), lambda *_: None, lambda *_: None, lambda _: None, lambda _: self.cut())
+        self.flow = Flow(self.rank, frozenset(), Mock(hang_up=lambda _: self.cut()))
         self.flow.dead_after = 10.0
         polling: Any = SimpleNamespace(routes={}, owners=self.channels, is_watched=lambda socket: True)
         on_bye = lambda link, *_: self.flow.give_up(link, "the peer has left")  # noqa: E731

@@ -45,6 +45,10 @@ class KilledError(Exception):
     pass
 
 
+def neighbours_with(round_of: Callable[[int], int]) -> Any:
+    return SimpleNamespace(paused=contextlib.nullcontext, round_of=round_of)
+
+
 class Company:
     """Workers with tolerant transports.
 
@@ -58,7 +62,7 @@ class Company:
             self.net.wires[min(a, b)].connect(max(a, b))
         nodes = [f"node {rank // 2}" for rank in range(n)]
         self.controls = [
-            Collectives(r.control_plane, rank, range(n), nodes, timeout, round_of=lambda _: -1)
+            Collectives(r.control_plane, rank, range(n), nodes, timeout, neighbours=neighbours_with(lambda _: -1))
             for rank, r in enumerate(self.net.wires)
         ]
 
@@ -529,7 +533,7 @@ def test_a_worker_that_waits_in_a_call_is_paused(make):
         yield
         pauses.append("goes on")
 
-    company.controls[0]._paused = paused
+    company.controls[0]._neighbours.paused = paused  # type: ignore[union-attr, method-assign]
 
     def work(rank: int, control: Collectives) -> None:
         for _ in range(2):
@@ -562,7 +566,7 @@ def test_a_worker_that_makes_rounds_is_waited_for(make):
     def rounds(rank: int) -> int:
         return int(10 * min(time.monotonic() - began, 3.0))
 
-    control = Collectives(company.wire(0).control_plane, 0, range(2), ["a", "a"], 1.0, round_of=rounds)
+    control = Collectives(company.wire(0).control_plane, 0, range(2), ["a", "a"], 1.0, neighbours=neighbours_with(rounds))
     with pytest.raises(PeerTimeoutError, match="worker 1 did not"):
         control.gather(0)
     assert 3.9 < time.monotonic() - began < 8.0

@@ -17,6 +17,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -350,7 +351,7 @@ class Links:
     """A ``Flow`` with links to other nodes, and what it sends to each."""
 
     def __init__(self, peers: int, local: frozenset[int] = frozenset()) -> None:
-        self.flow = Flow(0, local, lambda *_: None, lambda *_: None, lambda _: None, lambda _: None)
+        self.flow = Flow(0, local, Mock())
         self.sent: dict[int, list[Any]] = {peer: [] for peer in range(1, peers + 1)}
         self.lent = 0
 

@@ -22,9 +22,11 @@ import enum
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
-__all__ = ["NO_ROUND", "Agreements", "PeerView"]
+from decent_dp.transport.messages import AGREEMENT, Key
+
+__all__ = ["NO_ROUND", "Agreements", "Links", "PeerView"]
 
 # Results of each kind (what is before the slash in their names) that are kept for workers that come late.
 _KEPT = 64
@@ -45,6 +47,25 @@ class PeerView(enum.Enum):
     PENDING = "the connection is broken or silent, and the worker may come back"
     UNKNOWN = "there has been no connection"
     LOST = "it has died or left, or has been silent for too long"
+
+
+class Links(Protocol):
+    """The connections of a worker, as agreements and collectives use them: in the transport's thread, but for ``call``."""
+
+    def call(self, command: Callable[[], None], /) -> None:
+        """Runs it in the transport's thread."""
+
+    def view(self, peer: int, /) -> PeerView:
+        """What this worker knows of another one."""
+
+    def send_note(self, peer: int, key: Key, text: bytes, /) -> None:
+        """Sends it to a connected worker; it may get lost."""
+
+    def want(self, peer: int, /) -> None:
+        """Sees to a connection, or to the knowledge that there can be none."""
+
+    def first_round(self, peer: int, /) -> int:
+        """The first round of another worker's process; -1: it began the run."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +129,9 @@ class Agreements:
     """One worker's part in all agreements. Used by one thread.
 
     Args:
-        view: what this worker knows of another one.
-        send: sends a message to a connected worker; it may get lost.
-        connect: sees to a connection, or to the knowledge that there can be none.
+        links: to the other workers.
         on_result: called with the name and the texts, by rank in ascending order; without this worker's one if the others have
             gone on without it.
-        first_round: the first round of another worker's process; -1: it began the run.
         incarnation: of this process.
     """
 
@@ -121,17 +139,13 @@ class Agreements:
         self,
         rank: int,
         world_size: int,
-        view: Callable[[int], PeerView],
-        send: Callable[[int, bytes], None],
-        connect: Callable[[int], None],
+        links: Links,
         on_result: Callable[[str, Mapping[int, str]], None],
-        first_round: Callable[[int], int] = lambda peer: -1,
         incarnation: int = 0,
     ) -> None:
         self._rank, self._incarnation = rank, incarnation
         self._others = [peer for peer in range(world_size) if peer != rank]
-        self._view, self._send, self._connect, self._first_round = view, send, connect, first_round
-        self._on_result = on_result
+        self._links, self._on_result = links, on_result
         self._open: dict[str, _Open] = {}
         # By kind: the newest results by number, and the largest number of one that is not kept any more.
         self._results: dict[str, dict[tuple[int, ...], Mapping[int, str]]] = {}
@@ -143,6 +157,9 @@ class Agreements:
         # The others that have left, and whether this worker has.
         self._departed: set[int] = set()
         self._has_left = False
+
+    def _send(self, peer: int, message: bytes) -> None:
+        self._links.send_note(peer, (0, AGREEMENT, 0), message)
 
     @property
     def waiting(self) -> bool:
@@ -260,7 +277,7 @@ class Agreements:
         self._has_left = True
         for name, agreement in self._open.items():
             for peer in self._members(agreement):
-                if agreement.own is not None and self._view(peer) is PeerView.LINKED:
+                if agreement.own is not None and self._links.view(peer) is PeerView.LINKED:
                     self._say(peer, name, agreement, self._rank, agreement.own, peer)
 
     def departed(self, peer: int) -> None:
@@ -287,10 +304,11 @@ class Agreements:
 
     def _hears(self, peer: int, agreement: _Open) -> int | None:
         """The worker by way of which this one reaches another one: that itself, or one that both are connected to."""
-        view = self._view(peer)
+        look = self._links.view
+        view = look(peer)
         if view is PeerView.LINKED:
             return peer
-        linked = [other for other in self._others if self._view(other) is PeerView.LINKED and peer in self._sees.get(other, ())]
+        linked = [other for other in self._others if look(other) is PeerView.LINKED and peer in self._sees.get(other, ())]
         if view is PeerView.LOST:  # what others have said in former agreements may be old
             linked = [other for other in linked if other in agreement.heard]
         return next(iter(linked), None)
@@ -305,19 +323,19 @@ class Agreements:
             via = self._hears(peer, agreement)
             if via is not None:
                 return peer, via
-            if self._view(peer) is not PeerView.LOST:
-                self._connect(peer)
+            if self._links.view(peer) is not PeerView.LOST:
+                self._links.want(peer)
                 return None, peer
         return self._rank, self._rank
 
     def _is_absent(self, agreement: _Open, peer: int) -> bool:
         """Whether a worker takes no part, as its first round is a later one."""
         said = [*agreement.statements.values(), *([agreement.own] if agreement.own is not None else [])]
-        return self._first_round(peer) >= min((statement.round for statement in said), default=NO_ROUND)
+        return self._links.first_round(peer) >= min((statement.round for statement in said), default=NO_ROUND)
 
     def _pursue(self, name: str, agreement: _Open) -> None:
         """Does what is to be done next."""
-        for peer in {peer for peer in agreement.via.values() if self._view(peer) is not PeerView.LINKED}:
+        for peer in {peer for peer in agreement.via.values() if self._links.view(peer) is not PeerView.LINKED}:
             agreement.forget_from(peer, has_left=peer in self._departed)
         decider, via = self._decider(agreement)
         if decider is None:
@@ -344,7 +362,7 @@ class Agreements:
     def _ask(self, name: str, agreement: _Open) -> None:
         message = self._pack(_ASK, name, agreement.among, [agreement.is_asked, agreement.missing])
         for peer in self._members(agreement):
-            if self._view(peer) is PeerView.LINKED:
+            if self._links.view(peer) is PeerView.LINKED:
                 self._send(peer, message)
 
     def _decide(self, name: str, agreement: _Open) -> None:
@@ -356,12 +374,12 @@ class Agreements:
             if statement is not None and statement.stands_by == self._rank:
                 texts[peer] = statement.text
                 continue
-            view = self._view(peer)
+            view = self._links.view(peer)
             if self._is_absent(agreement, peer) or (view is PeerView.LOST and self._hears(peer, agreement) is None):
                 continue
             agreement.missing.append(peer)
             if view is PeerView.UNKNOWN:
-                self._connect(peer)
+                self._links.want(peer)
         if agreement.own is not None and not agreement.missing:
             self._conclude(name, agreement, dict(sorted(texts.items())))
         elif agreement.is_asked and not agreement.has_asked:
@@ -405,7 +423,7 @@ class Agreements:
         return self._open[name]
 
     def _pack(self, kind: str, name: str, among: Sequence[int] | None, content: Any) -> bytes:
-        sees = [peer for peer in self._others if self._view(peer) is PeerView.LINKED]
+        sees = [peer for peer in self._others if self._links.view(peer) is PeerView.LINKED]
         return json.dumps([kind, name, among, sees, content], separators=(",", ":"), ensure_ascii=False).encode()
 
 

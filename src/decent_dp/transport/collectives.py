@@ -13,7 +13,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent import futures
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,6 +24,7 @@ from decent_dp.transport.agreement import NO_ROUND, PeerView
 from decent_dp.transport.control_plane import ControlPlane
 from decent_dp.transport.interface import Control, DeferredHandle, Handle
 from decent_dp.transport.messages import LARGEST_FRAME
+from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.waiter import start_thread
 
 __all__ = ["Collectives", "needs_all", "spanning_tree"]
@@ -75,8 +75,7 @@ class Collectives(Control):
             None: the others go on without them.
         leave: called when this worker can take part in no call any more, so that the others do not wait for it.
         incarnation: of this process.
-        paused: context manager in which this worker waits for others for long.
-        round_of: the latest known round of another worker, which is waited for as long as it makes rounds; None: it is not.
+        neighbours: whom this worker waits for: it tells them, and waits as long as they make rounds. None: nobody is told.
     """
 
     def __init__(
@@ -93,12 +92,11 @@ class Collectives(Control):
         explain: Callable[[list[int], str], PeerLostError] | None = None,
         leave: Callable[[], None] = lambda: None,
         incarnation: int = 0,
-        paused: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-        round_of: Callable[[int], int] | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self._plane, self._rank, self._node_of, self._timeout = plane, rank, node_of, timeout
         self._kind, self._among, self._explain, self._leave = kind, among, explain, leave
-        self._incarnation, self._paused, self._round_of = incarnation, paused, round_of
+        self._incarnation, self._neighbours = incarnation, neighbours
         self._courier = plane.courier(channel)
         self._all = tuple(ranks)
         self.ranks: tuple[int, ...] = self._all
@@ -241,7 +239,7 @@ class Collectives(Control):
         future = self._propose(name, what, text)
         with contextlib.suppress(futures.TimeoutError):
             return future.result(_SOON)
-        with self._paused():
+        with contextlib.nullcontext() if self._neighbours is None else self._neighbours.paused():
             return self._wait_for_rounds(future, name, what)
 
     def _wait_for_rounds(self, future: futures.Future[Mapping[int, str]], name: str, what: str) -> Mapping[int, str]:
@@ -253,7 +251,7 @@ class Collectives(Control):
             with contextlib.suppress(futures.TimeoutError):
                 return future.result(min(self._timeout / 10, _LOOK_AT_ROUNDS))
             missing, before, now = self._plane.missing(name), rounds, time.monotonic()
-            rounds = {} if self._round_of is None else {rank: self._round_of(rank) for rank in missing}
+            rounds = {} if self._neighbours is None else {rank: self._neighbours.round_of(rank) for rank in missing}
             # Of those that this worker has no connection to, others know whether they make rounds.
             moves = any(round_ < 0 or round_ > before.get(rank, round_) for rank, round_ in rounds.items())
             if moves and now - began <= _MOST_TIMEOUTS * self._timeout:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from decent_dp.errors import PeerLostError, WireError
-from decent_dp.transport.agreement import NO_ROUND, Agreements, PeerView
+from decent_dp.transport.agreement import NO_ROUND, Agreements, Links
 from decent_dp.transport.messages import ACK, AGREEMENT, BLOCKS, Key
 
 __all__ = ["ControlPlane", "Courier"]
@@ -31,34 +31,13 @@ class ControlPlane:
     """Moves the notes of ``agreements`` and of a ``Courier`` for each channel.
 
     Args:
-        call: runs a function in the transport's thread.
-        send_note: to a worker; in the transport's thread.
-        view, connect, first_round: as of ``Agreements``.
+        links: to the other workers.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        call: Callable[[Callable[[], None]], None],
-        send_note: Callable[[int, Key, bytes], None],
-        view: Callable[[int], PeerView],
-        connect: Callable[[int], None],
-        first_round: Callable[[int], int] = lambda peer: -1,
-        incarnation: int = 0,
-    ) -> None:
-        self._call, self._send_note, self.view, self._connect = call, send_note, view, connect
+    def __init__(self, rank: int, world_size: int, links: Links, incarnation: int = 0) -> None:
+        self._links, self._call, self.view = links, links.call, links.view
         self._couriers: dict[int, Courier] = {}
-        self.agreements = Agreements(
-            rank,
-            world_size,
-            view,
-            lambda peer, message: send_note(peer, (0, AGREEMENT, 0), message),
-            connect,
-            self._concluded,
-            first_round,
-            incarnation,
-        )
+        self.agreements = Agreements(rank, world_size, links, self._concluded, incarnation)
         self._lock = threading.Lock()
         self._futures: dict[str, list[Future[Mapping[int, str]]]] = {}
         self._look_at = self._ask_at = math.inf
@@ -84,7 +63,7 @@ class ControlPlane:
         return self._couriers.setdefault(channel, Courier(self._send_block, channel))
 
     def _send_block(self, peer: int, key: Key, block: bytes) -> None:
-        self._call(lambda: self._send_note(peer, key, block))
+        self._call(lambda: self._links.send_note(peer, key, block))
 
     def missing(self, name: str) -> list[int]:
         """``Agreements.missing``."""
@@ -92,7 +71,7 @@ class ControlPlane:
 
     def connect(self, peer: int) -> None:
         """A connection is needed."""
-        self._call(lambda: self._connect(peer))
+        self._call(lambda: self._links.want(peer))
 
     # -- in the transport's thread --------------------------------------------------------------------------------------
 

@@ -17,9 +17,9 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
 
 from decent_dp.errors import WireError
+from decent_dp.transport import peer_link
 from decent_dp.transport.messages import (
     ASK,
     ASKS,
@@ -72,9 +72,7 @@ class Flow:
     Args:
         rank: this worker's.
         local: the workers that share this one's network stack.
-        on_call: called with the peer, the key and the bytes of a CALL or a BLOCK; ``on_hint``: of a hint.
-        on_open: called with the peer when there is a connection, perhaps in place of a lost one.
-        hang_up: closes the connections of a link.
+        listener: learns of what is not for exchanges.
 
     Attributes:
         dead_after: seconds without a sign of life after which a peer is dead.
@@ -92,14 +90,11 @@ class Flow:
         self,
         rank: int,
         local: frozenset[int],
-        on_call: Callable[[int, Key, bytes], None],
-        on_hint: Callable[[int, Key, bytes], None],
-        on_open: Callable[[int], None],
-        hang_up: Callable[[PeerLink], None],
+        listener: peer_link.FlowListener,
         dead_after: float = 10.0,
     ) -> None:
         self._rank, self._local = rank, local
-        self._on_call, self._on_hint, self._on_open, self._hang_up = on_call, on_hint, on_open, hang_up
+        self._listener = listener
         self._networks = {local: Network(local) for local in (True, False)}
         self._order = itertools.count()
         self.links: dict[int, PeerLink] = {}
@@ -130,7 +125,7 @@ class Flow:
             if _is_mutual(sending.key) and sending.key not in link.receivings:  # the peer may not know that this one is in it
                 control.send(pack(START, sending.key, OFFERS, sending.size, sending.size, sending.size))
             self.queue(sending)
-        self._on_open(link.peer)
+        self._listener.connected(link.peer)
 
     def open_joining(self, link: PeerLink, uid: bytes, control: Channel, bulk: Channel) -> None:
         """Uses connections between two processes of which one is no member for the other yet."""
@@ -415,7 +410,7 @@ class Flow:
         """
         kind, key = header.kind, header.key
         if kind in (CALL, BLOCK):
-            self._on_call(link.peer, key, body)
+            self._listener.hear_note(link.peer, key, body)
             return
         if kind == BEAT:
             self._hear_beat(link, header)
@@ -423,7 +418,7 @@ class Flow:
         self._hear_round(link, header)
         if kind == START and key[2] == HINT:
             _bound(link, key[1])
-            self._on_hint(link.peer, key, body)
+            self._listener.keep_hint(link.peer, key, body)
         elif kind == START:
             self.settlement.join(link, key)
             self._hear_start(link, header)
@@ -546,7 +541,7 @@ class Flow:
 
     def _let_go(self, link: PeerLink) -> None:
         """Closes the connections. What has arrived of messages is kept for the next ones."""
-        self._hang_up(link)
+        self._listener.hang_up(link)
         link.control = link.bulk = link.joining = None
         for receiving in link.receivings.values():
             self._want_nothing(link, receiving)

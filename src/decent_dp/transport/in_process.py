@@ -305,6 +305,25 @@ class _LocalNeighbours(Neighbours):
         self._last = math.inf if last is None else last
 
 
+class _LocalLinks:
+    """To workers that are threads (``Links``): all are connected from the start."""
+
+    def __init__(self, rank: int, hub: LocalHub, planes: list[_LocalPlane]) -> None:
+        self._rank, self._hub, self._planes, self.call = rank, hub, planes, hub.call
+
+    def view(self, peer: int) -> PeerView:
+        return PeerView.LOST if peer in self._hub.lost else PeerView.LINKED
+
+    def send_note(self, peer: int, key: Key, text: bytes) -> None:
+        self._hub.call(lambda: self._planes[peer].hear(self._rank, key, text))
+
+    def want(self, peer: int) -> None:
+        return
+
+    def first_round(self, peer: int) -> int:
+        return -1
+
+
 class _LocalPlane(ControlPlane):
     """The control plane of a worker that is a thread: its notes arrive at once.
 
@@ -313,15 +332,8 @@ class _LocalPlane(ControlPlane):
     """
 
     def __init__(self, rank: int, hub: LocalHub, planes: list[_LocalPlane]) -> None:
+        super().__init__(rank, hub.world_size, _LocalLinks(rank, hub, planes))
         self._planes = planes
-
-        def send(peer: int, key: Key, text: bytes) -> None:
-            hub.call(lambda: planes[peer].hear(rank, key, text))
-
-        def view(peer: int) -> PeerView:
-            return PeerView.LOST if peer in hub.lost else PeerView.LINKED
-
-        super().__init__(rank, hub.world_size, hub.call, send, view, connect=lambda peer: None)
 
     def missing(self, name: str) -> list[int]:
         for plane in self._planes:  # no thread asks the others once in a while

@@ -6,10 +6,9 @@ import contextlib
 import hmac
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
@@ -46,13 +45,22 @@ class _Greeting:
     proven: bool = False
 
 
+class Host(Protocol):
+    def admit(self, worker: Identity, /) -> str | None:
+        """Why a worker that has proven itself is refused; None: it is welcome."""
+
+    def let_in(self, worker: Identity, channels: list[Channel], /) -> None:
+        """A worker that is welcome has its control and its bulk channel."""
+
+    def read_events(self, socket: Socket, /) -> None:
+        """Reads what has happened to the connections of a socket (``Doorman.on_event``)."""
+
+
 class Doorman:
     """Used by the transport's thread alone.
 
     Args:
-        admit: why a worker that has proven itself is refused; None: it is welcome.
-        opened: called with a worker that is welcome, and its control and bulk channel.
-        read_events: reads what has happened to the connections of a socket (``on_event``).
+        host: decides who comes in.
     """
 
     def __init__(
@@ -60,12 +68,10 @@ class Doorman:
         credentials: Credentials,
         sockets: Sockets,
         commands: Commands,
-        admit: Callable[[Identity], str | None],
-        opened: Callable[[Identity, list[Channel]], None],
-        read_events: Callable[[Socket], None],
+        host: Host,
     ) -> None:
         self._credentials, self._sockets, self._commands = credentials, sockets, commands
-        self._admit, self._opened, self._read_events = admit, opened, read_events
+        self._host = host
         # Since when a connection is there that has proven nothing. By listener and descriptor, as one may be used anew before
         # the other listener's events are read.
         self._strangers: dict[tuple[Socket, int], float] = {}
@@ -122,7 +128,7 @@ class Doorman:
         with contextlib.suppress(zmq.ZMQError):  # it was gone before libzmq has asked for its address
             descriptor = frames[0].get(zmq.SRCFD) if frames else -1
         was_there = (socket, descriptor) in self._strangers
-        self._read_events(socket)  # so far the descriptor may have been another connection's, or this one have ended
+        self._host.read_events(socket)  # so far the descriptor may have been another connection's, or this one have ended
         greeting = self._greetings.get(routing_id)
         if step == 1 and greeting is None:
             if (socket, descriptor) not in self._strangers:
@@ -146,7 +152,7 @@ class Doorman:
 
     def _let_in(self, greeting: _Greeting) -> None:
         worker = greeting.visitor.worker
-        refusal = self._admit(worker)
+        refusal = self._host.admit(worker)
         if refusal is not None:
             _log.debug("a connection of worker %d was refused: %s", worker.rank, refusal)
             greeting.channel.send(pack(REFUSED), greeting.visitor.answer(refusal))
@@ -166,7 +172,7 @@ class Doorman:
         for other in greetings:
             self._strangers.pop(other.channel.accepted, None)
             other.channel.send(pack(HELLO, flags=4), other.visitor.answer(None))
-        self._opened(worker, [other.channel for other in greetings])
+        self._host.let_in(worker, [other.channel for other in greetings])
 
     def _warn(self) -> None:
         if not self._warned:

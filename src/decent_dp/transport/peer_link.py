@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import zmq
 
@@ -22,6 +22,7 @@ from decent_dp.transport.votes import Verdict, Votes
 __all__ = [
     "SMALL",
     "Channel",
+    "FlowListener",
     "LinkState",
     "Message",
     "Network",
@@ -537,3 +538,19 @@ class PeerLink:
         if self._left_out and round_ > max(self._resting, self._late_round):
             self._left_out, self._resting = self._left_out - 1, round_
         return round_ == self._resting
+
+
+class FlowListener(Protocol):
+    """Called in the transport's thread."""
+
+    def hear_note(self, peer: int, key: Key, text: bytes, /) -> None:
+        """A CALL or a BLOCK has come."""
+
+    def keep_hint(self, peer: int, key: Key, hint: bytes, /) -> None:
+        """A hint has come."""
+
+    def connected(self, peer: int, /) -> None:
+        """There is a connection, perhaps in place of a lost one."""
+
+    def hang_up(self, link: PeerLink, /) -> None:
+        """The connections of a link are to be closed."""

@@ -247,8 +247,7 @@ class ProcessGroupTransport(Transport):
             channel=channel,
             leave=lambda: self._wire.close(says_bye=False),
             incarnation=shared.incarnation,
-            paused=self.neighbours.paused,
-            round_of=self.neighbours.round_of,
+            neighbours=self.neighbours,
         )
 
     def _explain_absent(self, ranks: Sequence[int], what: str) -> PeerLostError:

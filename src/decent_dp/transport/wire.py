@@ -88,31 +88,17 @@ class Wire:
         # Connections that stay open after a BYE for its answer, and until when.
         self._leaving: dict[Channel, float] = {}
         rank = self._identity.rank
-        self.flow = Flow(
-            rank,
-            local,
-            lambda *note: self.control_plane.hear(*note),
-            self.hints.keep,
-            self._connected,
-            self._hang_up,
-            self._dead_after,
-        )
+        self.flow = Flow(rank, local, self, self._dead_after)
+        self.keep_hint, self.send_note = self.hints.keep, self.flow.send_note
         with_whom = credentials, sockets, self.commands
-        self._doorman = Doorman(*with_whom, self._admit, self._let_in, lambda socket: self._reader.read_events(socket))
+        self._doorman = Doorman(*with_whom, self)
         patience = min(timeout, self._dead_after)
         self._dialler = Dialler(*with_whom, self.flow, self._polling, find, patience, self._goes_first)
         self.requests = Requests(self.flow, self.commands, self._dialler.want)
         self._reader = Reader(self._polling, self.flow, self._doorman, self._dialler, self._hear_bye, self.requests.hear)
-        self.control_plane = ControlPlane(
-            rank,
-            len(expected),
-            self.call,
-            self.flow.send_note,
-            self._view,
-            self._dialler.want,
-            self._first_round,
-            self._identity.incarnation,
-        )
+        self.read_events, self.want = self._reader.read_events, self._dialler.want
+        self.control_plane = ControlPlane(rank, len(expected), self, self._identity.incarnation)
+        self.hear_note = self.control_plane.hear
         self._closing: float | None = None
         self._thread = self.commands.thread = threading.Thread(target=self._run, name="decent_dp-transport", daemon=True)
         _WIRES.add(self)
@@ -130,7 +116,7 @@ class Wire:
 
     def is_connected(self, peer: int) -> bool:
         """Whether there is a connection. Waits until it is made, or the peer counts as dead."""
-        while (view := self._view(peer)) in (PeerView.UNKNOWN, PeerView.PENDING):
+        while (view := self.view(peer)) in (PeerView.UNKNOWN, PeerView.PENDING):
             self.commands.refuse_failed()
             time.sleep(_LOOK / 50)
         return view is PeerView.LINKED
@@ -308,13 +294,13 @@ class Wire:
 
     # -- links --------------------------------------------------------------------------------------------------------
 
-    def _connected(self, peer: int) -> None:
+    def connected(self, peer: int) -> None:
         if self._closing is not None:
             self._say_bye()
         self.flow.beat(self.flow.link(peer))  # says in which round and epoch this worker is
         self.control_plane.reconnected(peer)
 
-    def _view(self, peer: int) -> PeerView:
+    def view(self, peer: int) -> PeerView:
         """What the control plane is to know of a peer; any thread may ask."""
         link = self.flow.links.get(peer)
         if link is None or link.state is LinkState.NEW:
@@ -323,11 +309,11 @@ class Wire:
             return PeerView.LOST
         return PeerView.LINKED if link.state is LinkState.OPEN else PeerView.PENDING
 
-    def _first_round(self, peer: int) -> int:
+    def first_round(self, peer: int) -> int:
         link = self.flow.links.get(peer)
         return -1 if link is None else link.start
 
-    def _admit(self, worker: Identity) -> str | None:
+    def admit(self, worker: Identity) -> str | None:
         """Why a worker that has connected is refused; None: it is welcome."""
         if self._joins(worker) and worker.rank != self._identity.rank:
             joiner = self.flow.joiners.get((worker.rank, worker.incarnation))
@@ -349,7 +335,7 @@ class Wire:
                 return CROSSING
         return None
 
-    def _let_in(self, worker: Identity, channels: list[Channel]) -> None:
+    def let_in(self, worker: Identity, channels: list[Channel]) -> None:
         self._polling.accept(channels)
         if self._joins(worker):
             self.flow.let_join(worker.rank, worker.incarnation, worker.uid, *channels)
@@ -364,7 +350,7 @@ class Wire:
         """Whether it is of a process that is no member yet, as far as this worker knows."""
         return worker.incarnation > self.incarnation_of(worker.rank)
 
-    def _hang_up(self, link: PeerLink) -> None:
+    def hang_up(self, link: PeerLink) -> None:
         for channel in link.channels:
             if channel not in self._leaving:
                 self._polling.hang_up(channel)
