@@ -126,7 +126,7 @@ class Mates:
             deadline = time.monotonic() + (0.0 if is_own or self._monitor is None else _EXPLAINED)
             while time.monotonic() < deadline and self._look(failed=True):
                 time.sleep(_LOOK / 10)
-            if self.error is None or (is_own and not isinstance(error, PeerError)):
+            if self.error in (None, error) or (is_own and not isinstance(error, PeerError)):
                 raise
             self._ending.set()
             raise self.error from error
@@ -198,15 +198,17 @@ class Mates:
             at = id(frame), frame.f_lasti
             if at != before:
                 before, since = at, time.monotonic()
-            elif time.monotonic() - since > _STUCK and _is_in_torch(frame):
+            elif time.monotonic() - since > self._patience(frame):
                 _end(frame, self.error)
 
-
-def _is_in_torch(frame: FrameType) -> bool:
-    """Whether a thread is in a collective or a backward, or may wait for a GPU."""
-    where = [file.filename for file in traceback.extract_stack(frame)]
-    on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return on_gpu or any(os.sep.join(("torch", room)) in name for name in where for room in _WAITS_IN)
+    def _patience(self, frame: FrameType) -> float:
+        """Seconds for which the thread may stand here: in a collective or a backward of torch it waits for the others, and
+        where it reads from a GPU it may."""
+        where = [file.filename for file in traceback.extract_stack(frame)]
+        if any(os.sep.join(("torch", room)) in name for name in where for room in _WAITS_IN):
+            return _STUCK
+        on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return self._monitor.faults.dead_after if on_gpu and self._monitor is not None else math.inf
 
 
 def _end(frame: FrameType, error: PeerLostError | None) -> None:
