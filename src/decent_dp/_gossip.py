@@ -26,7 +26,6 @@ from decent_dp.arguments import check_model, check_scaler
 from decent_dp.compression import check_compression
 from decent_dp.engine import Bucket
 from decent_dp.faults import Tolerate, check_faults
-from decent_dp.replica.averaging import check_finite
 from decent_dp.replica.construction import Agreement, Arguments, connect_replicas
 from decent_dp.replica.hidden_state import has_own_state_dict, refuse_hidden_state
 from decent_dp.replica.module_hooks import called_first
@@ -345,9 +344,9 @@ class Gossip(Replica):
             NonFiniteError: a replica holds a NaN or an infinity; on all of them.
         """
         self.begin_collective("average_")
-        counts = check_finite(self, "average_", self.averaged_buffers())
+        counts = self.mean.check_finite("average_", self.averaged_buffers())
         self.invalidate()
-        self.become_mean(self.averaged_buffers(), counts)
+        self.mean.average_(self.averaged_buffers(), counts)
         self.engine.renew()
 
     def flush(self) -> None:

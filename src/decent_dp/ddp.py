@@ -28,7 +28,6 @@ from decent_dp.backward.replica import BackwardReplica
 from decent_dp.backward.units import DeferredList
 from decent_dp.compression import check_compression
 from decent_dp.faults import Roster, Tolerate, check_faults
-from decent_dp.replica.averaging import check_finite
 from decent_dp.replica.construction import Arguments, connect_replicas
 from decent_dp.replica.module_hooks import insert_module
 from decent_dp.replica.newcomer import serve_joiners
@@ -332,13 +331,13 @@ class DecentralizedDataParallel(nn.Module):
         """
         replica = self.replica
         replica.begin_collective("global_avg")
-        counts = check_finite(replica, "global_avg", replica.averaged_buffers())
+        counts = replica.mean.check_finite("global_avg", replica.averaged_buffers())
         replica.mean.reverted = False
         if will_revert:
             replica.mean.keep([*replica.parameters.params, *replica.averaged_buffers()])
         else:
             replica.invalidate()
-        distances = replica.become_mean(replica.averaged_buffers(), counts)
+        distances = replica.mean.average_(replica.averaged_buffers(), counts)
         if not will_revert:
             replica.engine.renew()
         return float(sum(float(d) for d in distances) ** 0.5) if return_d2c else None

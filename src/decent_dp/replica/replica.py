@@ -12,7 +12,7 @@ import math
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.util import Finalize
 from typing import Any, ClassVar
 
@@ -27,7 +27,6 @@ from decent_dp.compression import check_compression
 from decent_dp.engine import Bucket, Edit, Engine
 from decent_dp.faults import Roster
 from decent_dp.membership import Epochs, MembershipMonitor
-from decent_dp.replica.averaging import average_parts_, check_finite, mean_square_distance
 from decent_dp.replica.cadence import Cadence
 from decent_dp.replica.consistency import check_same_call, gather_by_rank
 from decent_dp.replica.construction import Agreement
@@ -124,7 +123,7 @@ class Replica(ABC):
         self.mates.explain(fsdp_modules(model))
         if not isinstance(transport, NewcomerTransport):  # else they are connected later
             self.mates.start(0)
-        self.mean = Mean(self.parameters.locate)
+        self.mean = Mean(model, self.parameters, transport, self.replicas, self.monitor, self.mates)
         self.statistics = Statistics([], {})
         self.listeners: list[Listener] = []
         self.cadence = Cadence()
@@ -528,22 +527,12 @@ class Replica(ABC):
         """
         self.begin_collective("averaged")
         averaged = self.averaged_buffers()
-        counts = check_finite(self, "averaged", averaged, buffers=buffers)
+        counts = self.mean.check_finite("averaged", averaged, buffers=buffers)
         # If some buffers are averaged, all are restored, because `calibrate` changes the others (counters) inside.
         with self.mean.preserved([*self.parameters.params, *(self.model.buffers() if averaged else ())]):
-            self.become_mean(averaged, counts)
+            self.mean.average_(averaged, counts)
             yield
 
-    @torch.no_grad()
-    def become_mean(self, buffers: Sequence[Tensor], counts: bool) -> list[Tensor]:
-        """Replaces parameters and ``buffers`` by their means; returns the squared distances of the old parameters to theirs.
-
-        Args:
-            counts: as ``check_finite`` returns it.
-        """
-        return average_parts_(self, [tensor.detach() for tensor in self.parameters.locate()], buffers, counts)
-
-    @torch.no_grad()
     def consensus_distance(self) -> float:
         """Returns the root mean square, over replicas, of their L2 distance to their mean. Called by all workers.
 
@@ -551,7 +540,7 @@ class Replica(ABC):
             OutOfStepError: the workers have made different numbers of updates; on all of them.
         """
         self.begin_collective("consensus_distance")
-        distance = math.sqrt(mean_square_distance(self))
+        distance = math.sqrt(self.mean.mean_square_distance())
         for listener in list(self.listeners):
             listener.measured(distance)
         return distance
