@@ -27,11 +27,10 @@ from decent_dp.compression import check_compression
 from decent_dp.engine import Bucket
 from decent_dp.faults import Tolerate, check_faults
 from decent_dp.replica.construction import Agreement, Arguments, connect_replicas
-from decent_dp.replica.hidden_state import has_own_state_dict, refuse_hidden_state
 from decent_dp.replica.module_hooks import called_first
 from decent_dp.replica.newcomer import serve_joiners
-from decent_dp.replica.optimizers import check_optimizers, load_optimizer, params_of, saved_optimizer, signature_of
-from decent_dp.replica.options import options_of
+from decent_dp.replica.optimizer_guards import check_optimizers, options_of, refuse_hidden_state, signature_of
+from decent_dp.replica.optimizer_state import has_own_state_dict, load_optimizer, params_of, saved_optimizer
 from decent_dp.replica.registry import find_superseded, running_steps
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.settings import Settings, workers_per_node

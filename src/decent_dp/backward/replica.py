@@ -33,9 +33,8 @@ from decent_dp.errors import OutOfStepError
 from decent_dp.gradients import GradientPolicy
 from decent_dp.replica.consistency import broadcast_object, check_consistency, worker_counts
 from decent_dp.replica.construction import Agreement
-from decent_dp.replica.hidden_state import refuse_hidden_state
 from decent_dp.replica.module_hooks import copy_values, state_names, strip_prefix
-from decent_dp.replica.options import Options, options_of, warn_of_rates
+from decent_dp.replica.optimizer_guards import Options, options_of, refuse_hidden_state, warn_of_rates
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.snapshot import check_scaler_state, copied, first_loss_scale
 from decent_dp.replica.statistics import Statistics, refuse_isolated, sharing_class

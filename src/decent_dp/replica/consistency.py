@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from decent_dp import errors
 from decent_dp.engine.layout import TensorSpec
-from decent_dp.replica.options import first_difference
+from decent_dp.replica.optimizer_guards import first_difference
 from decent_dp.replica.shards import placement
 from decent_dp.transport import Control
 

@@ -19,7 +19,7 @@ from decent_dp.membership.runs import register
 from decent_dp.replica.averages import broadcast_, control_of_part
 from decent_dp.replica.consistency import call_on_all, check_consistency, compare, model_signature
 from decent_dp.replica.devices import gpus_of, refuse_wrong_device, warn_of_shared_gpus
-from decent_dp.replica.options import Options, warn_of_rates
+from decent_dp.replica.optimizer_guards import Options, warn_of_rates
 from decent_dp.replica.settings import Settings
 from decent_dp.replica.shards import assign_replicas, is_sharded, local
 from decent_dp.replica.shutdown import closed_on_error

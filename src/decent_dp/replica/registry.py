@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Iterator
 from types import FrameType
@@ -16,12 +15,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from decent_dp.replica.optimizers import params_of
+from decent_dp.replica.optimizer_guards import warn_user
+from decent_dp.replica.optimizer_state import params_of
 
 if TYPE_CHECKING:
     from decent_dp.replica.replica import Replica
 
-__all__ = ["find_superseded", "live_replicas", "register", "running_steps", "user_stacklevel"]
+__all__ = ["find_superseded", "live_replicas", "register", "running_steps"]
 
 _LOCK = threading.Lock()
 _LIVE: weakref.WeakSet[Replica] = weakref.WeakSet()
@@ -93,10 +93,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             and not any(own is step for own in replica.optimizers for step in (*running_steps(), *_inside(optimizer)))
         ):
             _WARNED.add(optimizer)
-            warnings.warn(
-                f"{type(optimizer).__name__} steps parameter '{names[0]}', which {replica.FOREIGN_STEP}",
-                stacklevel=user_stacklevel(),
-            )
+            warn_user(f"{type(optimizer).__name__} steps parameter '{names[0]}', which {replica.FOREIGN_STEP}")
 
 
 def _inside(optimizer: Optimizer) -> Iterator[Any]:
@@ -122,12 +119,3 @@ def running_steps() -> Iterator[Optimizer]:
         ):
             yield frame.f_locals.get("args", (None,))[0]
         frame = frame.f_back
-
-
-def user_stacklevel() -> int:
-    """Returns the ``stacklevel`` with which a warning of the caller points to the first line outside torch and this library."""
-    level = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "decent_dp"):
-        level, frame = level + 1, frame.f_back
-    return level + 1
