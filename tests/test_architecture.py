@@ -162,16 +162,10 @@ def test_the_ladder_itself_goes_one_way():
             assert BELOW[lower] <= below | {lower}, f"{room} reaches {BELOW[lower] - below} through {lower}"
 
 
-# Imports for types alone that close a circle. The list only shrinks.
-CIRCLES = {("replica.registry", "replica.replica")}
-
-
 def test_no_module_imports_itself_through_others():
     graph: dict[str, set[str]] = {}
     packages = {module_of(path) for path in FILES if path.name == "__init__.py"}
     for module, target, _ in own_imports(types=True):
-        if (module, target) in CIRCLES:
-            continue
         # A package's __init__ gathers its modules, which may name their siblings.
         if module not in packages and target not in packages:
             graph.setdefault(module, set()).add(target)

@@ -24,7 +24,7 @@ from torch import Tensor
 from decent_dp.checkpoint import files, folder
 from decent_dp.checkpoint.files import FORMAT, VERSION, Record, Shard, replace_file, shard_name, write_shard
 from decent_dp.errors import CheckpointError
-from decent_dp.replica.staging import Staging
+from decent_dp.replica.host_copies import Staging
 from decent_dp.serialization import encode, loaded
 from tests.small_checkpoints import names_in, save
 

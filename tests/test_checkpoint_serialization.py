@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from decent_dp.errors import CheckpointError
-from decent_dp.replica.staging import Staging
+from decent_dp.replica.host_copies import Staging
 from decent_dp.serialization import RESERVED, Stored, decode, encode, parse
 
 

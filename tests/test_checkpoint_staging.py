@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decent_dp.replica.staging import Staging
+from decent_dp.replica.host_copies import Staging
 
 
 def some() -> dict[str, Tensor]:

@@ -17,8 +17,8 @@ from decent_dp.checkpoint.files import Record, Shard, write_shard
 from decent_dp.compression import COMPRESSIONS, Compression, FlatTensor
 from decent_dp.compression.blockwise import _BLOCK_ON_CPU
 from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.replica.host_copies import Staging
 from decent_dp.replica.snapshot import put_back, take
-from decent_dp.replica.staging import Staging
 from decent_dp.serialization import encode
 from decent_dp.transport import InProcessTransport, run_replicas
 from tests.helpers import SGD, alone, assert_same, batch, loss, net, some_in_the_fast_tests, values

@@ -26,16 +26,15 @@ from decent_dp.arguments import check_model, check_scaler
 from decent_dp.compression import check_compression
 from decent_dp.engine import Bucket
 from decent_dp.faults import Tolerate, check_faults
-from decent_dp.replica.construction import Agreement, Arguments, connect_replicas
+from decent_dp.replica.construction import Agreement, Arguments
+from decent_dp.replica.live import running_steps, start_replica
 from decent_dp.replica.module_hooks import called_first
-from decent_dp.replica.newcomer import serve_joiners
 from decent_dp.replica.optimizer_guards import check_optimizers, options_of, refuse_hidden_state, signature_of
 from decent_dp.replica.optimizer_state import has_own_state_dict, load_optimizer, params_of, saved_optimizer
-from decent_dp.replica.registry import find_superseded, running_steps
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.settings import Settings, workers_per_node
 from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, mesh_of, refuse_stale_backward, reshard
-from decent_dp.replica.shutdown import closed_on_error
+from decent_dp.replica.shared_statistics import Statistics, sharing_class, tell_replicas
 from decent_dp.replica.snapshot import (
     ENGINE_ENTRIES,
     check_engine_state,
@@ -46,7 +45,6 @@ from decent_dp.replica.snapshot import (
     restore,
     settle,
 )
-from decent_dp.replica.statistics import Statistics, sharing_class, tell_replicas
 from decent_dp.rules import Rule
 from decent_dp.rules.base import check_rule
 from decent_dp.topo import Topology
@@ -115,14 +113,12 @@ def gossip(
     """
     owned, opened = open_transport(transport, group_of_replicas(process_group, mesh_of(model)), faults, encrypt)
     optimizers: list[Optimizer] = []
-    older: list[Replica] = []
 
     def check() -> Arguments:
         check_transport(transport)
         check_model(model, shards=True)
         reshard(fsdp_modules(model))
         _refuse_shared_memory(model)
-        older.extend(find_superseded(model))
         optimizers.extend(check_optimizers(optimizer, model))
         check_compression(compression)
         return Arguments(
@@ -137,12 +133,11 @@ def gossip(
             check_faults(faults),
         )
 
-    agreed = connect_replicas(model, opened, owned, check)
-    with closed_on_error(opened, owned):
-        for replica in older:
-            replica.supersede()
+    def make(agreed: Agreement) -> Gossip:
         _advise_on_nodes(topology, agreed, workers_per_node("local_world_size", local_world_size), opened.rank)
-        return serve_joiners(Gossip(model, opened, agreed, optimizers, check_scaler(scaler)))
+        return Gossip(model, opened, agreed, optimizers, check_scaler(scaler))
+
+    return start_replica(model, opened, owned, check, make)
 
 
 class Gossip(Replica):
@@ -187,14 +182,12 @@ class Gossip(Replica):
         tell_replicas(self.optimizers, self.transport.world_size)
         self.statistics = Statistics(self.optimizers, {id(param): name for name, param in model.named_parameters()})
         self.use_buckets(self._lay_out())
-        self._hooks: list[Any] = [
-            optimizer.register_step_post_hook(self._after_step(i)) for i, optimizer in enumerate(self.optimizers)
-        ]
+        self.hooks += [optimizer.register_step_post_hook(self._after_step(i)) for i, optimizer in enumerate(self.optimizers)]
         if fsdp_modules(model):
-            self._hooks += refuse_stale_backward(called_first(model), self.parameters.params)
+            self.hooks += refuse_stale_backward(called_first(model), self.parameters.params)
         if scaler is not None:
             callbacks = {"unscale_": self._scaler_used, "step": self._scaler_used, "update": self._scaler_updated}
-            self._hooks += [_ScalerHook(scaler, name, callback) for name, callback in callbacks.items()]
+            self.hooks += [_ScalerHook(scaler, name, callback) for name, callback in callbacks.items()]
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
@@ -297,11 +290,6 @@ class Gossip(Replica):
 
     def after_save(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Does nothing: parameters have their own storage, as in any model."""
-
-    def remove_hooks(self) -> None:
-        super().remove_hooks()
-        for hook in self._hooks:
-            hook.remove()
 
     def _lay_out(self) -> list[Bucket]:
         """Returns buckets in reverse registration order, the usual order of gradients, equal on all workers."""

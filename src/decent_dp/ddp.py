@@ -24,17 +24,14 @@ from decent_dp.arguments import (
     check_scaler,
     refuse_graphs,
 )
-from decent_dp.backward.replica import BackwardReplica
+from decent_dp.backward.driver import BackwardReplica
 from decent_dp.backward.units import DeferredList
 from decent_dp.compression import check_compression
 from decent_dp.faults import Roster, Tolerate, check_faults
-from decent_dp.replica.construction import Arguments, connect_replicas
+from decent_dp.replica.construction import Agreement, Arguments
+from decent_dp.replica.live import start_replica
 from decent_dp.replica.module_hooks import insert_module
-from decent_dp.replica.newcomer import serve_joiners
-from decent_dp.replica.registry import find_superseded
-from decent_dp.replica.replica import Replica
 from decent_dp.replica.settings import Settings, refuse_ddp_keywords, workers_per_node
-from decent_dp.replica.shutdown import closed_on_error
 from decent_dp.replica.stats import Stats
 from decent_dp.rules import Rule
 from decent_dp.rules.base import check_rule
@@ -123,7 +120,6 @@ class DecentralizedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         owned, opened = open_transport(transport, process_group, faults, encrypt)
-        older: list[Replica] = []
 
         def check() -> Arguments:
             refuse_ddp_keywords(unknown)
@@ -133,7 +129,6 @@ class DecentralizedDataParallel(nn.Module):
             check_model(model)
             if param_as_bucket_view:
                 refuse_graphs(model)
-            older.extend(find_superseded(model))
             check_factories(optim_fn, lr_scheduler_fn)
             scaled = check_scaler(scaler) is not None
             check_compression(compression)
@@ -150,25 +145,16 @@ class DecentralizedDataParallel(nn.Module):
             more = {"scheduled": lr_scheduler_fn is not None, "encrypt": check_encrypt(encrypt)}
             return Arguments(settings, topology, check_rule(rule), local, more, faults=check_faults(faults))
 
-        agreed = connect_replicas(model, opened, owned, check)
-        if topology == "complete" and opened.world_size > 2 and opened.rank == 0:
-            _warn_once_of_complete()
-        with closed_on_error(opened, owned):
-            for replica in older:
-                replica.supersede()
+        def make(agreed: Agreement) -> BackwardReplica:
+            if topology == "complete" and opened.world_size > 2 and opened.rank == 0:
+                _warn_once_of_complete()
+            as_view = bool(param_as_bucket_view)
+            return BackwardReplica(model, opened, agreed, optim_fn, lr_scheduler_fn, scaler, as_view=as_view)
+
+        #: The driver, for the other parts of this library.
+        self.replica = start_replica(model, opened, owned, check, make)
         self.module = model
         self.training = model.training
-        #: The driver, for the other parts of this library.
-        self.replica = BackwardReplica(
-            model,
-            opened,
-            agreed,
-            optim_fn,
-            lr_scheduler_fn,
-            scaler,
-            as_view=bool(param_as_bucket_view),
-        )
-        serve_joiners(self.replica)
         # Existing scripts read these two.
         self._optims, self._lr_schedulers = self.replica.optimizers, self.replica.schedulers
         self.register_load_state_dict_pre_hook(insert_module)  # type: ignore[no-untyped-call]

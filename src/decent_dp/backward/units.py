@@ -19,7 +19,7 @@ from decent_dp.engine import Bucket, Edit, Engine
 from decent_dp.engine.layout import FlatBuffer
 from decent_dp.replica.parameters import Parameters
 from decent_dp.replica.settings import Settings
-from decent_dp.replica.statistics import Statistics, tell_replicas
+from decent_dp.replica.shared_statistics import Statistics, tell_replicas
 from decent_dp.topo import Edge
 from decent_dp.topo.edges import EdgeOfHook
 from decent_dp.transport import Transport

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -39,13 +40,26 @@ _SHARED_TYPES: dict[str, type[Exception]] = {
 
 def call_on_all(control: Control, attempt: Callable[[], T]) -> T:
     """Calls ``attempt`` on every worker and returns its value. If it fails on one of them, all raise the same error."""
-    value, failure = _try(attempt)
+    found: list[T] = []
+    failure: Exception | None = None
     try:
-        _raise_on_all(control, failure)
+        try:
+            found.append(attempt())
+        except errors.PeerError:
+            raise  # there is no complete set of workers to report to
+        except Exception as error:
+            failure = error
+        own = None if failure is None else [type(failure).__name__, errors.shortened(str(failure))]
+        outcomes = control.gather(own)
+        failed = [(rank, outcome) for rank, outcome in zip(control.ranks, outcomes, strict=True) if outcome is not None]
+        if failure is not None and all(outcome == own for outcome in outcomes):
+            raise failure
+        if failed:
+            rank, (kind, text) = failed[0]
+            raise error_of_worker(kind, text, f"worker {rank}") from failure
     finally:
         del failure  # a reference cycle with this frame would keep connections alive that are to be closed
-    assert value is not None
-    return value[0]
+    return found[0]
 
 
 def check_consistency(control: Control, rank: int, attempt: Callable[[], tuple[T, dict[str, Any]]]) -> T:
@@ -57,16 +71,10 @@ def check_consistency(control: Control, rank: int, attempt: Callable[[], tuple[T
     Raises:
         DisagreementError: on all workers; names the first difference from worker 0.
     """
-    found, failure = _try(attempt)
-    reference = broadcast_object(control, rank, found[0][1] if found is not None else None)
-    if found is not None and reference is not None:
-        _, failure = _try(lambda: compare(reference, json.loads(json.dumps(found[0][1])), rank))
-    try:
-        _raise_on_all(control, failure)
-    finally:
-        del failure
-    assert found is not None
-    return found[0][0]
+    value, signature = call_on_all(control, attempt)
+    reference = broadcast_object(control, rank, signature)
+    call_on_all(control, lambda: compare(reference, json.loads(json.dumps(signature)), rank))
+    return value
 
 
 def broadcast_object(control: Control, rank: int, message: Any) -> Any:
@@ -185,33 +193,9 @@ def tensor_sizes(model: nn.Module) -> list[int]:
     return [tensor.nbytes for tensor in (*model.parameters(), *model.buffers())]
 
 
-def _try(attempt: Callable[[], T]) -> tuple[tuple[T] | None, Exception | None]:
-    try:
-        return (attempt(),), None
-    except errors.PeerError:
-        raise  # there is no complete set of workers to report to
-    except Exception as error:
-        return None, error
-
-
-def _raise_on_all(control: Control, failure: Exception | None) -> None:
-    own = None if failure is None else [type(failure).__name__, errors.shortened(str(failure))]
-    outcomes = control.gather(own)
-    failed = [(rank, outcome) for rank, outcome in zip(control.ranks, outcomes, strict=True) if outcome is not None]
-    if not failed:
-        return
-    rank, (kind, text) = failed[0]
-    if failure is not None and all(outcome == own for outcome in outcomes):
-        try:
-            raise failure
-        finally:
-            del failure
-    raise error_of_worker(kind, text, f"worker {rank}") from failure
-
-
 def compare(reference: Mapping[str, Any], own: Mapping[str, Any], rank: int) -> None:
     """Raises DisagreementError with the first difference between the signature of worker 0 and that of this worker."""
-    for i, (theirs, ours) in enumerate(_pairs(reference.get("model", []), own.get("model", []))):
+    for i, (theirs, ours) in enumerate(zip_longest(reference.get("model", []), own.get("model", []))):
         if theirs != ours:
             raise errors.DisagreementError(
                 f"the models differ between workers, first in tensor {i}: worker 0 has {_describe(theirs)}, worker {rank} "
@@ -232,11 +216,6 @@ def _disagreement(what: str, key: object, theirs: Any, ours: Any, rank: int) -> 
         f"{what} between workers: {key} is {theirs!r} on worker 0 and {ours!r} on worker {rank}. Pass the same arguments on "
         "every worker."
     )
-
-
-def _pairs(theirs: Sequence[Any], ours: Sequence[Any]) -> list[tuple[Any, Any]]:
-    size = max(len(theirs), len(ours))
-    return [(theirs[i] if i < len(theirs) else None, ours[i] if i < len(ours) else None) for i in range(size)]
 
 
 def _describe(entry: list[Any] | None) -> str:

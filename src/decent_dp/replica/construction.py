@@ -22,8 +22,8 @@ from decent_dp.replica.devices import gpus_of, refuse_wrong_device, warn_of_shar
 from decent_dp.replica.optimizer_guards import Options, warn_of_rates
 from decent_dp.replica.settings import Settings
 from decent_dp.replica.shards import assign_replicas, is_sharded, local
+from decent_dp.replica.shared_statistics import refuse_isolated
 from decent_dp.replica.shutdown import closed_on_error
-from decent_dp.replica.statistics import refuse_isolated
 from decent_dp.rules import DriftCorrection, Rule
 from decent_dp.rules.base import rule_settings
 from decent_dp.topo import Edge, Topology, TopologyReg, make_topology

@@ -11,7 +11,7 @@ import logging
 import math
 import sys
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.util import Finalize
 from typing import Any, ClassVar
@@ -32,12 +32,11 @@ from decent_dp.replica.consistency import check_same_call, gather_by_rank
 from decent_dp.replica.construction import Agreement
 from decent_dp.replica.mates import Mates
 from decent_dp.replica.mean import Mean
-from decent_dp.replica.module_hooks import ModuleHooks
+from decent_dp.replica.module_hooks import HookedModel
 from decent_dp.replica.parameters import Parameters
-from decent_dp.replica.registry import register
 from decent_dp.replica.shards import fsdp_modules
+from decent_dp.replica.shared_statistics import Statistics, tell_drifts, tell_replicas
 from decent_dp.replica.shutdown import passing_error, shut_down
-from decent_dp.replica.statistics import Statistics, tell_drifts, tell_replicas
 from decent_dp.replica.stats import Stats
 from decent_dp.replica.uneven import finish_together
 from decent_dp.topo.epochs import EpochTopology
@@ -64,7 +63,7 @@ class Listener:
         """Called when the replica closes, while its connections still exist."""
 
 
-class Replica(ABC):
+class Replica(HookedModel):
     """A model, its engine, and rounds.
 
     Args:
@@ -101,7 +100,6 @@ class Replica(ABC):
     FOREIGN_STEP: ClassVar[str]
 
     def __init__(self, model: nn.Module, transport: Transport, agreed: Agreement) -> None:
-        self.model = model
         self.world, self.transport, self.replicas = transport, agreed.peers, agreed.replicas
         self.settings = agreed.settings
         self.parameters = Parameters(model)
@@ -137,8 +135,7 @@ class Replica(ABC):
         self._on_cuda = any(param.is_cuda for param in self.parameters.params)
         self.joins = 0
         self._fault: BaseException | None = None
-        self._module_hooks = ModuleHooks(model, self)
-        register(self)
+        super().__init__(model)
         _log.debug(
             "%s: worker %d of %d, topology %r, compression %s, %d trainable parameters in %d tensors",
             self.KIND,
@@ -485,7 +482,8 @@ class Replica(ABC):
             _log.warning("closed after a failed update: %s", error)
         finally:
             self.closed = True
-            self.remove_hooks()
+            for hook in self.hooks:
+                hook.remove()
             tell_replicas(self.optimizers, 1)
             self.mates.close()
             if self.monitor is not None:
@@ -501,10 +499,6 @@ class Replica(ABC):
         """Closes this unused replica, on all workers, because a newer one takes the model over."""
         self.close()
         self.superseded = True
-
-    def remove_hooks(self) -> None:
-        """Removes all hooks on the model."""
-        self._module_hooks.remove()
 
     # -- the mean -----------------------------------------------------------------------------------------------------
 
@@ -560,15 +554,10 @@ class Replica(ABC):
     # -- saves and loads ----------------------------------------------------------------------------------------------
 
     def before_save(self) -> None:
-        """Called before a module of the model is saved."""
         self.apply_pending()
 
-    @abstractmethod
-    def after_save(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Called when the values of ``module`` are in ``state``."""
-
     def before_load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Called before ``state`` overwrites a module's own tensors: the exchange in flight belongs to the old values."""
+        """The exchange in flight belongs to the values before the load."""
         self.refuse_before_member("load_state_dict")
         self.apply_pending()
         self.parameters.locate()
@@ -583,6 +572,5 @@ class Replica(ABC):
             self.invalidate(params)
 
     def after_load(self) -> None:
-        """Called when the parameters have their loaded values."""
         self.rebind()
         self.engine.renew()

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils._pytree import tree_map
 
 from decent_dp.engine import Bucket
 from decent_dp.errors import OutOfStepError
@@ -361,14 +362,8 @@ def first_loss_scale(scaler: torch.amp.GradScaler, device: torch.device) -> None
 # -- values ----------------------------------------------------------------------------------------------------------------
 
 
-def copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: copied(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(copied(item) for item in value)
-    return value
+def copied(tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def _described(value: Any, dtype: torch.dtype | None = None) -> str:

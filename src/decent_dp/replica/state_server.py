@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 
 from decent_dp.compression import all_finite
 from decent_dp.membership import Epoch, MembershipMonitor
+from decent_dp.replica.host_copies import Staged, Staging
 from decent_dp.replica.replica import Listener, Replica
 from decent_dp.replica.snapshot import take
-from decent_dp.replica.staging import Staged, Staging
 from decent_dp.replica.transfer import StateCopy, pack_message, unpack_message
 from decent_dp.serialization import encode
 

@@ -36,8 +36,8 @@ from decent_dp.replica.construction import Agreement
 from decent_dp.replica.module_hooks import copy_values, state_names, strip_prefix
 from decent_dp.replica.optimizer_guards import Options, options_of, refuse_hidden_state, warn_of_rates
 from decent_dp.replica.replica import Replica
+from decent_dp.replica.shared_statistics import Statistics, refuse_isolated, sharing_class
 from decent_dp.replica.snapshot import check_scaler_state, copied, first_loss_scale
-from decent_dp.replica.statistics import Statistics, refuse_isolated, sharing_class
 from decent_dp.replica.stats import Stats
 from decent_dp.transport import Transport
 
@@ -200,7 +200,7 @@ class BackwardReplica(Replica):
 
         me = weakref.ref(self)
         untyped: Any = params  # torch does not type its hooks
-        self._hooks = [p.register_post_accumulate_grad_hook(_gradient_hook(me, i)) for i, p in enumerate(untyped)]
+        self.hooks += [p.register_post_accumulate_grad_hook(_gradient_hook(me, i)) for i, p in enumerate(untyped)]
 
     # -- autograd events ----------------------------------------------------------------------------------------------
 
@@ -507,11 +507,6 @@ class BackwardReplica(Replica):
         if module is self.model:
             strip_prefix(state, prefix, set(state_names(module)))
         super().before_load(module, state, prefix)
-
-    def remove_hooks(self) -> None:
-        super().remove_hooks()
-        for hook in self._hooks:
-            hook.remove()
 
     def saved_entries(self) -> dict[str, Any]:
         """Returns these entries of a snapshot:

@@ -1,4 +1,4 @@
-"""Registry of the replicas of this process: it finds the replica of a parameter, and optimizers that are not its own."""
+"""The live replicas of this process: one is started, found by its parameters, and guarded against optimizers of others."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from decent_dp.replica.construction import Agreement, Arguments, connect_replicas
 from decent_dp.replica.optimizer_guards import warn_user
 from decent_dp.replica.optimizer_state import params_of
+from decent_dp.replica.replica import Replica
+from decent_dp.replica.shutdown import closed_on_error
+from decent_dp.replica.state_receiver import serve_joiners
+from decent_dp.transport import Transport
 
-if TYPE_CHECKING:
-    from decent_dp.replica.replica import Replica
+__all__ = ["live_replicas", "running_steps", "start_replica"]
 
-__all__ = ["find_superseded", "live_replicas", "register", "running_steps"]
+R = TypeVar("R", bound=Replica)
 
 _LOCK = threading.Lock()
 _LIVE: weakref.WeakSet[Replica] = weakref.WeakSet()
@@ -35,13 +39,38 @@ _HOOK: list[Any] = []
 _HOOKED_STEP = Optimizer.profile_hook_step(lambda *_: None).__code__
 
 
-def register(replica: Replica) -> None:
-    """Adds ``replica`` until it is closed or garbage-collected."""
-    with _LOCK:
-        _LIVE.add(replica)
-        _CHECKED.clear()  # a known optimizer may be foreign to the new replica
-        if not _HOOK:
-            _HOOK.append(register_optimizer_step_pre_hook(_before_step))
+def start_replica(
+    model: nn.Module, transport: Transport, owned: bool, check: Callable[[], Arguments], make: Callable[[Agreement], R]
+) -> R:
+    """Starts a replica of ``model``, in place of unused ones. Called by all workers.
+
+    Args:
+        transport, owned, check: as of ``connect_replicas``.
+        make: makes the driver.
+
+    Raises:
+        ValueError, TypeError: as of ``connect_replicas``, or a replica in use trains a parameter of ``model``.
+        PeerLostError: this process joins a run, and no member has given it its state.
+    """
+    older: list[Replica] = []
+
+    def check_all() -> Arguments:
+        arguments = check()
+        older.extend(_find_superseded(model))
+        return arguments
+
+    agreed = connect_replicas(model, transport, owned, check_all)
+    with closed_on_error(transport, owned):
+        for replica in older:
+            replica.supersede()
+        made = make(agreed)
+        with _LOCK:
+            _LIVE.add(made)
+            _CHECKED.clear()  # a known optimizer may be foreign to the new replica
+            if not _HOOK:
+                _HOOK.append(register_optimizer_step_pre_hook(_before_step))
+        serve_joiners(made)
+        return made
 
 
 def live_replicas() -> list[Replica]:
@@ -50,7 +79,7 @@ def live_replicas() -> list[Replica]:
         return [replica for replica in _LIVE if not replica.closed]
 
 
-def find_superseded(model: nn.Module) -> list[Replica]:
+def _find_superseded(model: nn.Module) -> list[Replica]:
     """Returns the unused replicas whose parameters all belong to ``model``; a new replica replaces them.
 
     Raises:

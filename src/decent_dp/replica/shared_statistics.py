@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
@@ -50,11 +48,6 @@ class Statistics:
         replaced = [spec.name for spec, old, new in zip(self.specs, self.tensors, now, strict=False) if old is not new]
         self.tensors[:] = now
         return replaced
-
-    def digest(self) -> str:
-        """Returns a text that is equal on workers with the same statistics; '' without any."""
-        specs = [[spec.name, list(spec.shape)] for spec in self.specs]
-        return hashlib.sha256(json.dumps(specs).encode()).hexdigest()[:16] if specs else ""
 
 
 def sharing_class(optimizers: Sequence[Optimizer]) -> str:
