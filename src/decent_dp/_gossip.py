@@ -26,13 +26,12 @@ from decent_dp.arguments import check_model, check_scaler
 from decent_dp.compression import check_compression
 from decent_dp.engine import Bucket
 from decent_dp.faults import Tolerate, check_faults
-from decent_dp.replica.construction import Agreement, Arguments
+from decent_dp.replica.construction import Agreement, Arguments, Settings, workers_per_node
 from decent_dp.replica.live import running_steps, start_replica
 from decent_dp.replica.module_hooks import called_first
 from decent_dp.replica.optimizer_guards import check_optimizers, options_of, refuse_hidden_state, signature_of
 from decent_dp.replica.optimizer_state import has_own_state_dict, load_optimizer, params_of, saved_optimizer
 from decent_dp.replica.replica import Replica
-from decent_dp.replica.settings import Settings, workers_per_node
 from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, mesh_of, refuse_stale_backward, reshard
 from decent_dp.replica.shared_statistics import Statistics, sharing_class, tell_replicas
 from decent_dp.replica.snapshot import (
@@ -285,9 +284,6 @@ class Gossip(Replica):
                 "not mix. Change values in place (param.copy_ under torch.no_grad), or call gossip() after the change."
             )
 
-    def apply_pending(self) -> None:
-        """Does nothing: a step makes its round immediately, so none is ever pending."""
-
     def after_save(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Does nothing: parameters have their own storage, as in any model."""
 
@@ -472,7 +468,7 @@ def _advise_on_nodes(topology: object, agreed: Agreement, on_node: int, rank: in
     """Each worker sends a copy of the model, and those of a node share its link."""
     several = 1 < on_node < agreed.peers.world_size and agreed.replicas.shards == 1
     plain = topology == "base-2" and agreed.settings.compression is None and agreed.settings.mix_every == 1
-    if rank == 0 and several and plain and agreed.faults is None:
+    if rank == 0 and several and plain and agreed.monitor is None:
         _log.warning(
             "nodes have %d workers each, and with topology='base-2' each of them sends a copy of the model per step to another "
             "node: that may take longer than DDP. topology='hierarchical' sends one copy per node; `decent-dp plan` compares.",

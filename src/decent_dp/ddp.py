@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -25,14 +25,13 @@ from decent_dp.arguments import (
     refuse_graphs,
 )
 from decent_dp.backward.driver import BackwardReplica
+from decent_dp.backward.state_dicts import insert_module
 from decent_dp.backward.units import DeferredList
 from decent_dp.compression import check_compression
 from decent_dp.faults import Roster, Tolerate, check_faults
-from decent_dp.replica.construction import Agreement, Arguments
+from decent_dp.replica.construction import Agreement, Arguments, Settings, workers_per_node
 from decent_dp.replica.live import start_replica
-from decent_dp.replica.module_hooks import insert_module
-from decent_dp.replica.settings import Settings, refuse_ddp_keywords, workers_per_node
-from decent_dp.replica.stats import Stats
+from decent_dp.replica.replica import Stats
 from decent_dp.rules import Rule
 from decent_dp.rules.base import check_rule
 from decent_dp.topo import Topology
@@ -45,6 +44,24 @@ if TYPE_CHECKING:
 __all__ = ["LR_SCHEDULER_FN_TYPE", "OPTIM_FN_TYPE", "DecentralizedDataParallel", "Stats"]
 
 _log = logging.getLogger(__name__)
+
+# Arguments of PyTorch DDP, with the advice for the error.
+_DDP_KEYWORDS = {
+    "device_ids": "leave it out and move the model to its device before wrapping it; it stays there",
+    "output_device": "leave it out: outputs stay on the model's device",
+    "dim": "leave it out: each worker feeds its own batch",
+    "broadcast_buffers": "leave it out: buffers are local; sync_buffer_in_global_avg=True averages them in global_avg",
+    "init_sync": "leave it out: parameters and buffers are broadcast from rank 0 once, at construction",
+    "bucket_cap_mb": "pass bucket_size_in_mb",
+    "find_unused_parameters": "leave it out: parameters may be unused at any time",
+    "check_reduction": "leave it out",
+    "gradient_as_bucket_view": "pass param_as_bucket_view: here parameters are views of buckets",
+    "static_graph": "leave it out: graphs may change at any time",
+    "delay_all_reduce_named_params": "leave it out: gradients are not reduced",
+    "param_to_hook_all_reduce": "leave it out: gradients are not reduced",
+    "mixed_precision": "leave it out and use torch.autocast and scaler=",
+    "device_mesh": "pass process_group",
+}
 
 
 @functools.cache
@@ -122,7 +139,7 @@ class DecentralizedDataParallel(nn.Module):
         owned, opened = open_transport(transport, process_group, faults, encrypt)
 
         def check() -> Arguments:
-            refuse_ddp_keywords(unknown)
+            _refuse_ddp_keywords(unknown)
             check_transport(transport)
             if isinstance(model, DecentralizedDataParallel):
                 raise TypeError("model is already wrapped in DecentralizedDataParallel: pass its .module")
@@ -434,3 +451,14 @@ class DecentralizedDataParallel(nn.Module):
     @property
     def _model(self) -> nn.Module:
         return self.module
+
+
+def _refuse_ddp_keywords(unknown: Mapping[str, Any]) -> None:
+    """Raises TypeError for unknown keyword arguments, with advice for those of PyTorch DDP."""
+    for name in unknown:
+        advice = _DDP_KEYWORDS.get(name)
+        if advice is not None:
+            raise TypeError(f"{name} is an argument of PyTorch DDP, not of DecentralizedDataParallel: {advice}.")
+        if name == "wire":
+            raise TypeError("wire is now called compression: pass compression=None (was 'float32'), 'bfloat16' or 'int8'.")
+        raise TypeError(f"DecentralizedDataParallel got an unexpected keyword argument {name!r}")

@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_scaler
 from decent_dp.backward.output import tensors_in
 from decent_dp.backward.scaled import refuse_scaled_loss
+from decent_dp.backward.state_dicts import copy_values, strip_prefix
 from decent_dp.backward.states import check_kinds, check_optim_state, collect_optim_state, kind_of, load_optim_state
 from decent_dp.backward.units import Builder, DeferredList, Unit
 from decent_dp.engine import Bucket
@@ -33,12 +34,11 @@ from decent_dp.errors import OutOfStepError
 from decent_dp.gradients import GradientPolicy
 from decent_dp.replica.consistency import broadcast_object, check_consistency, worker_counts
 from decent_dp.replica.construction import Agreement
-from decent_dp.replica.module_hooks import copy_values, state_names, strip_prefix
+from decent_dp.replica.module_hooks import state_names
 from decent_dp.replica.optimizer_guards import Options, options_of, refuse_hidden_state, warn_of_rates
-from decent_dp.replica.replica import Replica
+from decent_dp.replica.replica import Replica, Stats
 from decent_dp.replica.shared_statistics import Statistics, refuse_isolated, sharing_class
 from decent_dp.replica.snapshot import check_scaler_state, copied, first_loss_scale
-from decent_dp.replica.stats import Stats
 from decent_dp.transport import Transport
 
 __all__ = ["BackwardReplica", "Window"]
@@ -323,7 +323,7 @@ class BackwardReplica(Replica):
         """Completes the round of a backward that raised, and makes a pending update. Does nothing inside a backward."""
         if _current_task() != -1:
             return
-        self.refuse_superseded()
+        super().apply_pending()
         with self._lock:
             self.recover()
             if self.window is Window.PENDING and not self.failed:
@@ -505,7 +505,7 @@ class BackwardReplica(Replica):
     def before_load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """As the base class; also strips prefixes from the keys of a wrapper's state dict."""
         if module is self.model:
-            strip_prefix(state, prefix, set(state_names(module)))
+            strip_prefix(state, prefix, state_names(module))
         super().before_load(module, state, prefix)
 
     def saved_entries(self) -> dict[str, Any]:

@@ -29,11 +29,10 @@ from decent_dp.checkpoint.random_states import random_states
 from decent_dp.compression import all_finite
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import CheckpointError, OutOfStepError, PeerTimeoutError
-from decent_dp.replica.consistency import error_of_worker, model_signature, worker_counts
+from decent_dp.replica.consistency import error_of_worker, model_signature, wait_for_all, worker_counts
 from decent_dp.replica.host_copies import Staged, Staging
 from decent_dp.replica.replica import Listener, Replica
 from decent_dp.replica.snapshot import take
-from decent_dp.replica.waiting import wait_for_all
 from decent_dp.serialization import encode
 from decent_dp.transport.base import Transport
 

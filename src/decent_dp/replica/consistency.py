@@ -1,9 +1,11 @@
-"""Consistency checks between workers: an error on one worker is raised on all, with the same text."""
+"""Calls of all workers, and checks between them: an error on one worker is raised on all, with the same text."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -14,7 +16,7 @@ from decent_dp import errors
 from decent_dp.engine.layout import TensorSpec
 from decent_dp.replica.optimizer_guards import first_difference
 from decent_dp.replica.shards import placement
-from decent_dp.transport import Control
+from decent_dp.transport import Control, Transport
 
 __all__ = [
     "among_the_same",
@@ -27,6 +29,8 @@ __all__ = [
     "gather_by_rank",
     "model_signature",
     "tensor_sizes",
+    "texts_of",
+    "wait_for_all",
     "worker_counts",
 ]
 
@@ -124,6 +128,42 @@ def among_the_same(control: Control, call: Callable[[], T]) -> T:
         result = call()
         if control.ranks == ranks:
             return result
+
+
+def wait_for_all(
+    transport: Transport, name: str, agreed: Future[Mapping[int, str]], timeout: float, what: str, late: str
+) -> Mapping[int, str]:
+    """Waits until all workers have contributed to an agreement; where faults are tolerated, all that live.
+
+    Args:
+        name, agreed: of the agreement.
+        timeout: in seconds.
+        what: as of ``Transport.agree``.
+        late: a worker's failure to contribute in time, as the predicate of a sentence, for the error.
+
+    Returns:
+        The texts, by rank.
+
+    Raises:
+        PeerLostError: a worker is gone, and faults are not tolerated; or the others have gone on without this one.
+        PeerTimeoutError: workers have not contributed within the timeout; names them.
+    """
+    futures.wait([agreed], timeout)
+    if not agreed.done():
+        missing = transport.missing(name)
+        some = f"worker{'s' if len(missing) != 1 else ''} {', '.join(map(str, missing))}" if missing else "one of the workers"
+        raise errors.PeerTimeoutError(f"{some} {late}")
+    return texts_of(transport, agreed, what)
+
+
+def texts_of(transport: Transport, agreed: Future[Mapping[int, str]], what: str) -> Mapping[int, str]:
+    """The result of an agreement that has one. Raises PeerLostError as ``wait_for_all``."""
+    texts = agreed.result()
+    if transport.rank not in texts:
+        raise errors.PeerLostError(
+            f"the others took worker {transport.rank} for gone, and agreed on {what} without it: end this process."
+        )
+    return texts
 
 
 def check_same_call(control: Control, round_: int, factor: float, what: str, *, same_round: bool = True) -> list[int]:

@@ -19,9 +19,8 @@ from decent_dp.replica.construction import Agreement, Arguments, connect_replica
 from decent_dp.replica.optimizer_guards import warn_user
 from decent_dp.replica.optimizer_state import params_of
 from decent_dp.replica.replica import Replica
-from decent_dp.replica.shutdown import closed_on_error
 from decent_dp.replica.state_receiver import serve_joiners
-from decent_dp.transport import Transport
+from decent_dp.transport import NewcomerTransport, Transport
 
 __all__ = ["live_replicas", "running_steps", "start_replica"]
 
@@ -45,7 +44,8 @@ def start_replica(
     """Starts a replica of ``model``, in place of unused ones. Called by all workers.
 
     Args:
-        transport, owned, check: as of ``connect_replicas``.
+        transport, check: as of ``connect_replicas``.
+        owned: close the transport if this fails.
         make: makes the driver.
 
     Raises:
@@ -59,8 +59,8 @@ def start_replica(
         older.extend(_find_superseded(model))
         return arguments
 
-    agreed = connect_replicas(model, transport, owned, check_all)
-    with closed_on_error(transport, owned):
+    try:
+        agreed = connect_replicas(model, transport, owned, check_all)
         for replica in older:
             replica.supersede()
         made = make(agreed)
@@ -70,7 +70,13 @@ def start_replica(
             if not _HOOK:
                 _HOOK.append(register_optimizer_step_pre_hook(_before_step))
         serve_joiners(made)
-        return made
+    except BaseException as error:
+        # Without an object, no one else could close the transport's threads and sockets.
+        if owned or isinstance(transport, NewcomerTransport):
+            transport.report(f"{type(error).__name__} while it wrapped its model: {error}")
+            transport.close()
+        raise
+    return made
 
 
 def live_replicas() -> list[Replica]:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import logging
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["HookedModel", "called_first", "copy_values", "insert_module", "state_names", "strip_prefix"]
+__all__ = ["HookedModel", "called_first", "state_names"]
 
 _log = logging.getLogger(__name__)
-
-# Prefixes of names in state dicts of wrappers: of an earlier decent_dp, and of PyTorch DDP.
-_PREFIXES = ("_model.", "module.")
 
 
 class HookedModel(ABC):
@@ -96,6 +93,14 @@ class HookedModel(ABC):
             )
 
 
+def state_names(model: nn.Module) -> Iterator[str]:
+    """Yields the names of all parameters and buffers; tied tensors have several."""
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        yield name
+    for name, _ in model.named_buffers(remove_duplicate=False):
+        yield name
+
+
 def called_first(model: nn.Module) -> Iterator[Any]:
     """Yields the modules whose forward users call: the model, or the parts of one without a forward (a ModuleDict)."""
     if type(model).forward is not nn.Module.forward:
@@ -159,54 +164,3 @@ def _no_hook() -> Callable[..., None]:
 
 def _nothing(*_: Any) -> None:
     return None
-
-
-# -- state dicts -----------------------------------------------------------------------------------------------------------
-
-
-def copy_values(state: dict[str, Any], prefix: str) -> None:
-    """Replaces views by copies: a view would change with the next step, and saving it would save the whole bucket."""
-    copies: dict[int, Tensor] = {}
-    for key, value in state.items():
-        # With keep_vars=True the caller has asked for the parameters themselves.
-        if key.startswith(prefix) and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            identity = value.data_ptr() if value.numel() else id(value)
-            copy = copies.get(identity)
-            if copy is None or (copy.shape, copy.stride(), copy.dtype) != (value.shape, value.stride(), value.dtype):
-                copy = copies[identity] = value.detach().clone()
-            state[key] = copy
-
-
-def strip_prefix(state: dict[str, Any], prefix: str, expected: Iterable[str], insert: str = "") -> None:
-    """Renames, in place, the keys of a state dict that a wrapper had prefixed.
-
-    Args:
-        state: the state dict; only keys that start with ``prefix`` change.
-        prefix: the place of the model in the module that is loaded.
-        expected: the model's own names. A wrapper's prefix is stripped only if none of them is present without it.
-        insert: put between ``prefix`` and the name.
-    """
-    expected = set(expected)
-    names = [key[len(prefix) :] for key in state if key.startswith(prefix)]
-    strip = ""
-    if not any(name in expected for name in names):
-        strip = next((p for p in _PREFIXES if any(n.startswith(p) and n[len(p) :] in expected for n in names)), "")
-    if not strip and not insert:
-        return
-    for name in names:
-        state[prefix + insert + name.removeprefix(strip)] = state.pop(prefix + name)
-
-
-def insert_module(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Load hook of a wrapper inside a larger module: moves the model's keys under the child ``module``, where torch looks."""
-    model = wrapper.get_submodule("module")
-    expected = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    strip_prefix(state, prefix, expected, insert="module.")
-
-
-def state_names(model: nn.Module) -> Iterator[str]:
-    """Yields the names of all parameters and buffers; tied tensors have several."""
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        yield name
-    for name, _ in model.named_buffers(remove_duplicate=False):
-        yield name

@@ -13,6 +13,7 @@ import sys
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import Any, ClassVar
 
@@ -26,7 +27,6 @@ from decent_dp.arguments import FLOAT_DTYPES
 from decent_dp.compression import check_compression
 from decent_dp.engine import Bucket, Edit, Engine
 from decent_dp.faults import Roster
-from decent_dp.membership import Epochs, MembershipMonitor
 from decent_dp.replica.cadence import Cadence
 from decent_dp.replica.consistency import check_same_call, gather_by_rank
 from decent_dp.replica.construction import Agreement
@@ -37,14 +37,47 @@ from decent_dp.replica.parameters import Parameters
 from decent_dp.replica.shards import fsdp_modules
 from decent_dp.replica.shared_statistics import Statistics, tell_drifts, tell_replicas
 from decent_dp.replica.shutdown import passing_error, shut_down
-from decent_dp.replica.stats import Stats
 from decent_dp.replica.uneven import finish_together
-from decent_dp.topo.epochs import EpochTopology
 from decent_dp.transport import NewcomerTransport, Transport
 
-__all__ = ["Listener", "Replica"]
+__all__ = ["Listener", "Replica", "Stats"]
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters of one worker.
+
+    Attributes:
+        updates: optimizer steps taken.
+        rounds: rounds made, including those before a restart; more than ``updates`` if a scaler skipped steps, or ``join``
+            made rounds without one.
+        bytes_sent: bytes that this worker has sent for exchanges, without headers and flags.
+        grad_norm: norm of the gradients of the last update before clipping; None without ``grad_clip_norm``.
+        exchanges: finished exchanges of single buckets.
+        waited_s: seconds that the training thread has waited for exchanges.
+        rejected: blocks of parameters that were not mixed, because replicas were further apart than the compression can
+            represent.
+        nonfinite: rounds that this worker sat out, because a replica of its edge had a NaN or an infinity.
+        holes: exchanges of single buckets that were left out, because the other worker was gone, silent or much too slow;
+            0 without ``faults``.
+        one_sided: exchanges that this worker has dropped, as it could not learn whether the other one mixes them: the only
+            ones that can move the mean over the replicas.
+        reconnects: connections to other workers that were made in place of lost ones; 0 without ``faults``.
+    """
+
+    updates: int
+    rounds: int
+    bytes_sent: int
+    grad_norm: float | None
+    exchanges: int = 0
+    waited_s: float = 0.0
+    rejected: int = 0
+    nonfinite: int = 0
+    holes: int = 0
+    one_sided: int = 0
+    reconnects: int = 0
 
 
 class Listener:
@@ -104,18 +137,12 @@ class Replica(HookedModel):
         self.settings = agreed.settings
         self.parameters = Parameters(model)
         self.topology = agreed.topology
-        neighbours, compression = agreed.neighbours, check_compression(agreed.settings.compression)
+        compression = check_compression(agreed.settings.compression)
         self.engine = Engine(self.transport, self.topology, agreed.rule, compression, self.transport.table)
-        self.monitor: MembershipMonitor | None = None
+        self.monitor = agreed.monitor
         # Of a process that joins a run: makes it a member.
         self.before_first_round: Callable[[], None] | None = None
-        if neighbours is not None and agreed.faults is not None:
-            epochs = None
-            if isinstance(self.topology, EpochTopology) and agreed.epochs is not None:
-                rank, n = transport.rank, transport.world_size
-                incarnation = transport.incarnation if isinstance(transport, NewcomerTransport) else 0
-                epochs = Epochs(rank, n, neighbours, self.topology, agreed.epochs, incarnation, self.replicas)
-            self.monitor = MembershipMonitor(transport, neighbours, agreed.faults, self.replicas, epochs)
+        if self.monitor is not None:
             self.monitor.callbacks.append(lambda _, new: tell_replicas(self.optimizers, new.size))
         self.mates = Mates(transport, self.replicas, self.monitor)
         self.mates.explain(fsdp_modules(model))
@@ -136,24 +163,14 @@ class Replica(HookedModel):
         self.joins = 0
         self._fault: BaseException | None = None
         super().__init__(model)
-        _log.debug(
-            "%s: worker %d of %d, topology %r, compression %s, %d trainable parameters in %d tensors",
-            self.KIND,
-            transport.rank,
-            transport.world_size,
-            self.topology,
-            self.settings.compression,
-            sum(param.numel() for param in self.parameters.params),
-            len(self.parameters.params),
-        )
+        where = f"{self.KIND}: worker {transport.rank} of {transport.world_size}, topology {self.topology!r}"
+        params = self.parameters.params
+        size = f"{sum(param.numel() for param in params)} trainable parameters in {len(params)} tensors"
+        _log.debug("%s, compression %s, %s", where, self.settings.compression, size)
         # Runs at exit too, also in processes of multiprocessing, where atexit handlers do not run.
         self._finalizer = Finalize(self, shut_down, args=(self.engine, transport, threading.current_thread()), exitpriority=100)
 
     # -- implemented by drivers ---------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def apply_pending(self) -> None:
-        """Makes a pending update, before the replica is observed."""
 
     @abstractmethod
     def mix_only(self) -> None:
@@ -180,6 +197,10 @@ class Replica(HookedModel):
         """Replaces the buckets, and loads all entries that are not tensors of the model."""
 
     # -- rounds -------------------------------------------------------------------------------------------------------
+
+    def apply_pending(self) -> None:
+        """Makes a pending update, if drivers leave any, before the replica is observed."""
+        self.refuse_superseded()
 
     def begin_round(self) -> None:
         """Called before any bucket is used."""
@@ -291,7 +312,6 @@ class Replica(HookedModel):
         """
         if self.joining:
             raise RuntimeError("join() was entered inside join(): one is enough, around the loop.")
-        self.refuse_superseded()
         self.apply_pending()
         self.joining = True
         try:
@@ -399,7 +419,6 @@ class Replica(HookedModel):
             RuntimeError: inside a backward, or after a round that failed.
         """
         self.refuse_inside(what)
-        self.refuse_superseded()
         if not self.failed:
             self.apply_pending()
         if self._fault is not None:
@@ -557,7 +576,6 @@ class Replica(HookedModel):
         self.apply_pending()
 
     def before_load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """The exchange in flight belongs to the values before the load."""
         self.refuse_before_member("load_state_dict")
         self.apply_pending()
         self.parameters.locate()
