@@ -36,6 +36,7 @@ from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, mesh_of
 from decent_dp.replica.shared_statistics import Statistics, sharing_class, tell_replicas
 from decent_dp.replica.snapshot import (
     ENGINE_ENTRIES,
+    begin_load,
     check_engine_state,
     check_scaler_state,
     copied,
@@ -150,6 +151,7 @@ class Gossip(Replica):
 
     KIND = "gossip"
     WHAT = "this Gossip"
+    ENTRIES = frozenset({"optim", "stepped", "taken"})
     MODEL = "the model"
     FOREIGN_STEP = (
         "gossip() mixes after the steps of other optimizers: its own make no round. Pass it to gossip(), with all others that "
@@ -373,12 +375,9 @@ class Gossip(Replica):
         self.refuse_in_join("load_state_dict", "before")
         self.refuse_before_member("load_state_dict")
         self.world.control.begin("load_state_dict", self.engine.round)
+        begin_load(self, "load_state_dict")
 
         def check() -> None:
-            self.refuse_inside("load_state_dict")
-            self.parameters.refuse_unreduced("load_state_dict")
-            self.refuse_stopped()
-            self.parameters.check_unchanged()
             wanted = ENGINE_ENTRIES | {"stepped", "taken"}
             if not isinstance(state_dict, dict) or not wanted <= state_dict.keys() or state_dict["driver"] != self.KIND:
                 raise ValueError("load_state_dict takes what Gossip.state_dict() returned: something else was given")
@@ -428,9 +427,6 @@ class Gossip(Replica):
         return {"optim": {"optimizers": optimizers, "scaler": scaler}, **self._progress()}
 
     def check_entries(self, snapshot: Mapping[str, Any]) -> None:
-        for key in ("optim", "stepped", "taken"):
-            if key not in snapshot:
-                raise ValueError(f"this is not a snapshot of a replica: it has no entry '{key}'")
         self._check_progress(snapshot)
         self._refuse_open_update("load")
         check_scaler_state(self.scaler, snapshot["optim"].get("scaler"))

@@ -139,6 +139,7 @@ class BackwardReplica(Replica):
 
     KIND = "wrapper"
     WHAT = "the wrapper"
+    ENTRIES = frozenset({"optim", "optimizer", "scheduler", "accumulate", "window", "nested", "arrived", "order"})
     MODEL = "model.module"
     FOREIGN_STEP = (
         "DecentralizedDataParallel trains: the backward has made the update, and gradients are None after it. So the step of "
@@ -531,9 +532,6 @@ class BackwardReplica(Replica):
 
     def check_entries(self, snapshot: Mapping[str, Any]) -> None:
         names = self.parameters.names
-        for key in ("optim", "optimizer", "scheduler", "accumulate", "window", "nested", "arrived", "order"):
-            if key not in snapshot:
-                raise ValueError(f"this is not a snapshot of a replica: it has no entry '{key}'")
         for what, fits in {
             "accumulate": type(snapshot["accumulate"]) is bool,
             "window": snapshot["window"] in (Window.IDLE.value, Window.OPEN.value),

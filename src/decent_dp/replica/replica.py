@@ -127,6 +127,8 @@ class Replica(HookedModel):
     # The name of the driver in snapshots, and in messages.
     KIND: ClassVar[str]
     WHAT: ClassVar[str]
+    # This driver's entries of a snapshot (``decent_dp.replica.snapshot``).
+    ENTRIES: ClassVar[frozenset[str]]
     # The expression for the model itself, for messages.
     MODEL: ClassVar[str]
     # The end of the warning about an optimizer that is not its own and steps its parameters.
@@ -178,7 +180,7 @@ class Replica(HookedModel):
 
     @abstractmethod
     def saved_entries(self) -> dict[str, Any]:
-        """Returns this driver's entries of a snapshot (``decent_dp.replica.snapshot``)."""
+        """Returns the values of ``ENTRIES``."""
 
     @abstractmethod
     def check_entries(self, snapshot: Mapping[str, Any]) -> None:

@@ -130,22 +130,22 @@ def engine_entries(replica: Replica) -> dict[str, Any]:
 # -- resuming --------------------------------------------------------------------------------------------------------------
 
 
-def begin_load(replica: Replica) -> None:
-    """Makes a pending update, and checks that a state can be loaded now. Called by all workers.
+def begin_load(replica: Replica, what: str = "load") -> None:
+    """Makes a pending update, and checks that a state can be loaded now. Called by all workers; ``what`` names the user's call.
 
     Raises:
         RuntimeError: a worker is inside a backward or ``join``, after ``close``, or its model was changed; on all workers.
     """
     # In join, a worker without data waits for another message than the collectives below.
-    replica.refuse_in_join("load", "before")
+    replica.refuse_in_join(what, "before")
     if replica.closed:
         replica.refuse_stopped()
     # A pending update first, as others may be waiting for its exchange; inside a backward nothing is pending.
     replica.apply_pending()
 
     def refuse() -> None:
-        replica.refuse_inside("load")
-        replica.parameters.refuse_unreduced("load")
+        replica.refuse_inside(what)
+        replica.parameters.refuse_unreduced(what)
         replica.refuse_stopped()
         replica.parameters.check_unchanged()
 
@@ -248,11 +248,9 @@ def _check(replica: Replica, snapshot: dict[str, Any]) -> None:
             f"this was saved by {_NAMES.get(kind, kind)}, and cannot be loaded into {_NAMES[replica.KIND]}: use the one that "
             "saved it, or start from the model that export() wrote"
         )
-    missing = _ENTRIES - snapshot.keys()
+    missing = (_ENTRIES | replica.ENTRIES) - snapshot.keys()
     if missing:
         raise ValueError(f"this is not a snapshot of a replica: it has no entry {', '.join(map(repr, sorted(missing)))}")
-    replica.refuse_stopped()
-    replica.parameters.check_unchanged()
     model = replica.model
     check_engine_state(replica, snapshot)
     _check_tensors("parameter", snapshot["parameters"], {name: local(param) for name, param in model.named_parameters()})
