@@ -33,7 +33,7 @@ from decent_dp.replica.optimizer_guards import check_optimizers, options_of, ref
 from decent_dp.replica.optimizer_state import has_own_state_dict, load_optimizer, params_of, saved_optimizer
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, mesh_of, refuse_stale_backward, reshard
-from decent_dp.replica.shared_statistics import Statistics, sharing_class, tell_replicas
+from decent_dp.replica.shared_statistics import Statistics, sharing, tell_replicas
 from decent_dp.replica.snapshot import (
     ENGINE_ENTRIES,
     begin_load,
@@ -129,7 +129,7 @@ def gossip(
             {"optimizers": signature_of(optimizers, model), "encrypt": check_encrypt(encrypt)},
             describe_mesh(model),
             options_of(optimizers, model),
-            sharing_class(optimizers),
+            sharing(optimizers),
             check_faults(faults),
         )
 
@@ -385,10 +385,7 @@ class Gossip(Replica):
             self._check_progress(state_dict)
             self._refuse_open_update("load_state_dict")
 
-        def write() -> None:
-            self.steps = state_dict["steps"]
-
-        restore(self, state_dict, check, write)
+        restore(self, state_dict, check)
 
     def reach_step_boundary(self, what: str) -> None:
         super().reach_step_boundary(what)

@@ -37,7 +37,7 @@ from decent_dp.replica.construction import Agreement
 from decent_dp.replica.module_hooks import state_names
 from decent_dp.replica.optimizer_guards import Options, options_of, refuse_hidden_state, warn_of_rates
 from decent_dp.replica.replica import Replica, Stats
-from decent_dp.replica.shared_statistics import Statistics, refuse_isolated, sharing_class
+from decent_dp.replica.shared_statistics import Statistics, refuse_isolated, sharing
 from decent_dp.replica.snapshot import check_scaler_state, copied, first_loss_scale
 from decent_dp.transport import Transport
 
@@ -448,10 +448,9 @@ class BackwardReplica(Replica):
             if self._may_be_scaled:
                 refuse_scaled_loss()
             units = self._builder.lay_out(whole)
-            sharing = sharing_class([unit.optimizer for unit in units])
-            if sharing:
-                refuse_isolated(sharing, self.topology)
-            options = options_of([u.optimizer for u in units], self.model, [u.scheduler for u in units])
+            optimizers = [unit.optimizer for unit in units]
+            refuse_isolated(sharing(optimizers), self.topology)
+            options = options_of(optimizers, self.model, [unit.scheduler for unit in units])
             if self._pending_state is not None:
                 load_optim_state(units, self._pending_state)
             return (units, options), {"optimizers": options.alike}

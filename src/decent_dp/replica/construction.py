@@ -20,6 +20,7 @@ from decent_dp.engine import fit_rule
 from decent_dp.faults import Tolerate, most_workers
 from decent_dp.membership import Epochs, EpochStore, MembershipMonitor
 from decent_dp.membership.runs import register
+from decent_dp.optim.statistics import SharesStatistics
 from decent_dp.replica.averages import broadcast_, control_of_part
 from decent_dp.replica.consistency import call_on_all, check_consistency, compare, model_signature
 from decent_dp.replica.optimizer_guards import Options, warn_of_rates
@@ -74,7 +75,7 @@ class Arguments:
         more: further settings (JSON) that must be equal on all workers.
         mesh: the workers that hold this replica (``describe_mesh``); None if this worker holds all of it.
         options: of the optimizers, as far as they exist.
-        sharing: the class of an optimizer whose statistics are averaged; '' for none.
+        sharing: the optimizers whose statistics are averaged.
         faults: how faults are tolerated; None: they are errors.
     """
 
@@ -85,7 +86,7 @@ class Arguments:
     more: Mapping[str, Any] = field(default_factory=dict)
     mesh: dict[str, Any] | None = None
     options: Options = field(default_factory=Options)
-    sharing: str = ""
+    sharing: Sequence[SharesStatistics] = ()
     faults: Tolerate | None = None
 
 
@@ -124,8 +125,7 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
     def attempt() -> tuple[tuple[Agreement, EpochStore | None], dict[str, Any]]:
         local_world_size = replicas.peers_on_node(transport.rank, given.local_world_size)
         made = _topology_of_replicas(given.topology, local_world_size, peers, replicas)
-        if given.sharing:
-            refuse_isolated(given.sharing, made)
+        refuse_isolated(given.sharing, made)
         narrow = any(param.itemsize < 4 for param in model.parameters())
         if given.faults is not None:
             made = _tolerant(made, given, local_world_size, peers.rank, replicas.shards, narrow=narrow)

@@ -68,7 +68,11 @@ class Staging:
                 group = [tensors[key] for key in keys]
                 torch._foreach_copy_([self._views[key] for key in keys], group, non_blocking=on_gpu)
                 sources += group if on_gpu else []
-        return Staged(dict(self._views), sources, _events({tensor.device for tensor in sources}))
+        events: list[Any] = []  # one per device, after the copies that are queued there
+        for device in {tensor.device for tensor in sources}:
+            events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            events[-1].record(torch.cuda.current_stream(device))
+        return Staged(dict(self._views), sources, events)
 
     def _views_for(self, tensors: Mapping[str, Tensor], pinned: bool) -> dict[str, Tensor]:
         """One view for each, one behind the other in one buffer."""
@@ -85,13 +89,3 @@ class Staging:
             key: memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for (key, tensor), start in zip(tensors.items(), starts, strict=True)
         }
-
-
-def _events(devices: set[torch.device]) -> list[Any]:
-    """One event per device, after the copies that are queued there."""
-    events = []
-    for device in devices:
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        events.append(event)
-    return events

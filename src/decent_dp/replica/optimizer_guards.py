@@ -253,7 +253,7 @@ def options_of(optimizers: Sequence[Optimizer], model: nn.Module, schedulers: Se
         for group in optimizer.param_groups:
             alike, rates = dict[str, Any](kinds), dict[str, Any]()
             for option, value in _compared(optimizer, group).items():
-                (rates if _is_rate(option) else alike)[f"{option} of {kind}"] = _plain(value)
+                (rates if option == "lr" or option.endswith("_lr") else alike)[f"{option} of {kind}"] = _plain(value)
             of_param.update((id(param), (alike, rates)) for param in group["params"])
     named = [(name, of_param[id(param)]) for name, param in model.named_parameters() if id(param) in of_param]
     return Options({name: alike for name, (alike, _) in named}, {name: rates for name, (_, rates) in named})
@@ -312,10 +312,6 @@ def _compared(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
         # Some optimizers tune their options while they train. Options that differ from their defaults may be such.
         options = {key: value for key, value in options.items() if _plain(value) == _plain(optimizer.defaults.get(key))}
     return options
-
-
-def _is_rate(option: str) -> bool:
-    return option == "lr" or option.endswith("_lr")
 
 
 def _workers(ranks: Sequence[int]) -> str:

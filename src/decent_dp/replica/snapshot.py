@@ -164,7 +164,7 @@ def put_back(replica: Replica, snapshot: dict[str, Any]) -> None:
         OutOfStepError: the workers' snapshots are of different rounds; likewise.
     """
     begin_load(replica)
-    restore(replica, snapshot, lambda: _check(replica, snapshot), lambda: _write(replica, snapshot))
+    restore(replica, snapshot, lambda: _check(replica, snapshot))
     replica.mean.backup = None
 
 
@@ -181,20 +181,18 @@ def replace_values(replica: Replica, snapshot: dict[str, Any]) -> None:
         with contextlib.ExitStack() as undo:
             replica.load_optimizers(snapshot, undo)
             undo.pop_all()
-        steps = replica.steps
         replica.invalidate()
         _write(replica, snapshot)
-        replica.steps = steps
         replica.rebind()
         replica.engine.renew()
 
 
-def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None], write: Callable[[], None]) -> None:
-    """The engine and the driver resume from ``state``, at a step boundary of all workers.
+def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None]) -> None:
+    """The replica resumes from ``state``, at a step boundary of all workers.
 
     Args:
+        state: a snapshot, or the entries of the engine and its rounds alone.
         check: raises if it does not fit.
-        write: writes the entries that are neither the engine's nor the driver's.
     """
     # Tensors that are made here have to train, also if the caller is in inference mode.
     with torch.inference_mode(False), torch.no_grad():
@@ -215,7 +213,9 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None], 
         with replica.faults():
             replica.engine.drop()
             engine = replica.engine
-            write()
+            if "parameters" in state:
+                _write(replica, state)
+            replica.steps = state["steps"]
             replica.install(state, buckets)
             replica.use_buckets(buckets)
             engine.round, engine.factor = state["round"], state["factor"]
@@ -296,7 +296,7 @@ def _compare(replica: Replica, round_: int, order: str) -> None:
 
 
 def _write(replica: Replica, snapshot: dict[str, Any]) -> None:
-    """Parameters, buffers, gradients and the count of steps."""
+    """Parameters, buffers and gradients."""
     for values, own in (
         (snapshot["parameters"], replica.model.named_parameters()),
         (snapshot["buffers"], replica.model.named_buffers()),
@@ -306,7 +306,6 @@ def _write(replica: Replica, snapshot: dict[str, Any]) -> None:
     for name, param in zip(replica.parameters.names, replica.parameters.params, strict=True):
         grad = snapshot["grads"].get(name)
         param.grad = None if grad is None else placed(_like(grad, local(param)), param)
-    replica.steps = snapshot["steps"]
 
 
 def _check_gradients(saved: Mapping[str, Any], params: Mapping[str, Parameter]) -> None:
