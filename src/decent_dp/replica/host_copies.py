@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Staged", "Staging"]
+__all__ = ["HostMemory", "Staged"]
 
 _ALIGNMENT = 64
 
@@ -34,7 +34,7 @@ class Staged:
         self._sources.clear()
 
 
-class Staging:
+class HostMemory:
     """Memory for copies of one set of tensors at a time; page-locked for those of a GPU, so that the copy is asynchronous.
 
     The memory is kept, and so are the views of it for the copies: the system provides new memory page by page, which takes

@@ -149,17 +149,11 @@ def refuse_hidden_state(optimizer: Optimizer, model: nn.Module, saved: Sequence[
         ValueError: the state of a parameter is in another attribute; names the parameter and the attribute.
     """
     names = {id(param): name for name, param in model.named_parameters()}
-    owners: dict[Any, str] = {
-        **names,
-        **{name: name for name in names.values()},
-    }  # dicts have parameters, their ids or their names as keys
+    # Dicts have parameters, their ids or their names as keys.
+    owners: dict[Any, str] = {**names, **{name: name for name in names.values()}}
+    own = [key for key in vars(optimizer) if key not in _BASE_ATTRIBUTES and not key.startswith("_optimizer_")]
     seen: set[int] = set()
-    own = {
-        key: value
-        for key, value in vars(optimizer).items()
-        if key not in _BASE_ATTRIBUTES and not key.startswith("_optimizer_")
-    }
-    found = [leaf for key, value in own.items() for leaf in _leaves(value, key, None, owners, seen)]
+    found = [leaf for key in own for leaf in _leaves(vars(optimizer)[key], key, None, owners, seen)]
     if not found:
         return
     kept = {id(tensor) for one in saved for _, tensor, _ in _leaves(one.state, "", None, owners, set())}

@@ -204,15 +204,12 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None]) 
 
         order = call_on_all(control, fits)
         _compare(replica, state["round"], order)
-        undo = contextlib.ExitStack()
-        try:
+        with contextlib.ExitStack() as undo:
             buckets = call_on_all(control, lambda: _prepare(replica, state, undo))
-        except BaseException:
-            undo.close()
-            raise
+            undo.pop_all()
+        engine = replica.engine
         with replica.faults():
-            replica.engine.drop()
-            engine = replica.engine
+            engine.drop()
             if "parameters" in state:
                 _write(replica, state)
             replica.steps = state["steps"]
