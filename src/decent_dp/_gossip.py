@@ -17,9 +17,10 @@ from reprlib import repr as brief
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from decent_dp._sizes import MIB
 from decent_dp.arguments import check_model, check_scaler
@@ -32,7 +33,7 @@ from decent_dp.replica.module_hooks import called_first
 from decent_dp.replica.optimizer_guards import check_optimizers, options_of, refuse_hidden_state, signature_of
 from decent_dp.replica.optimizer_state import has_own_state_dict, load_optimizer, params_of, saved_optimizer
 from decent_dp.replica.replica import Replica
-from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, mesh_of, refuse_stale_backward, reshard
+from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, mesh_of, reshard
 from decent_dp.replica.shared_statistics import Statistics, sharing, tell_replicas
 from decent_dp.replica.snapshot import (
     ENGINE_ENTRIES,
@@ -40,7 +41,6 @@ from decent_dp.replica.snapshot import (
     check_engine_state,
     check_scaler_state,
     copied,
-    engine_entries,
     first_loss_scale,
     restore,
     settle,
@@ -185,7 +185,7 @@ class Gossip(Replica):
         self.use_buckets(self._lay_out())
         self.hooks += [optimizer.register_step_post_hook(self._after_step(i)) for i, optimizer in enumerate(self.optimizers)]
         if fsdp_modules(model):
-            self.hooks += refuse_stale_backward(called_first(model), self.parameters.params)
+            self.hooks += _refuse_stale_backward(called_first(model), self.parameters.params)
         if scaler is not None:
             callbacks = {"unscale_": self._scaler_used, "step": self._scaler_used, "update": self._scaler_updated}
             self.hooks += [_ScalerHook(scaler, name, callback) for name, callback in callbacks.items()]
@@ -360,7 +360,9 @@ class Gossip(Replica):
         if self.mean.backup is not None:
             raise RuntimeError("state_dict() was called inside averaged(), where the model has other values: call it after it.")
         settle(self)
-        found: dict[str, Any] = copied({**engine_entries(self), **self._progress()})
+        found: dict[str, Any] = copied(
+            {"driver": self.KIND, "steps": self.steps, **self.engine.state_dict(), **self._progress()}
+        )
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -484,6 +486,42 @@ def _refuse_shared_memory(model: nn.Module) -> None:
                 f"parameters '{before}' and '{name}' share memory, and would be mixed twice. Tie them by using one parameter "
                 "in both places, or give each its own (param.data = param.data.clone())."
             )
+
+
+def _refuse_stale_backward(modules: Iterable[nn.Module], params: Sequence[Tensor]) -> list[Any]:
+    """A backward raises RuntimeError if ``params`` have changed since its forward: it would gather the new values, and use
+    activations of the old ones. For parameters that are not sharded torch says so itself.
+
+    Args:
+        modules: whose forwards are called.
+
+    Returns:
+        The handles of the hooks.
+    """
+
+    def versions() -> list[tuple[int, int]]:
+        # A write to a DTensor counts in it alone, and one to its part there.
+        return [(param._version, local(param)._version) for param in params]
+
+    @_disable_dynamo
+    def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        before = versions()
+
+        def check(gradient: Tensor) -> None:
+            if versions() != before:
+                raise RuntimeError(
+                    "parameters have changed between this forward and its backward (a step, average_(), averaged(), flush() or "
+                    "a load), and with fully_shard the backward would gather the new ones: make such calls before the forward, "
+                    "or after the backward."
+                )
+
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(check)  # type: ignore[no-untyped-call]
+
+    return [module.register_forward_hook(after_forward) for module in modules]
 
 
 class _ScalerHook:

@@ -172,6 +172,8 @@ class DecentralizedDataParallel(nn.Module):
         self.replica = start_replica(model, opened, owned, check, make)
         self.module = model
         self.training = model.training
+        # Whether no mean has followed the last ``revert_global_avg``, so that another one has nothing to do.
+        self._was_reverted = False
         # Existing scripts read these two.
         self._optims, self._lr_schedulers = self.replica.optimizers, self.replica.schedulers
         self.register_load_state_dict_pre_hook(insert_module)  # type: ignore[no-untyped-call]
@@ -335,7 +337,7 @@ class DecentralizedDataParallel(nn.Module):
         replica = self.replica
         replica.begin_collective("global_avg")
         counts = replica.mean.check_finite("global_avg", replica.averaged_buffers())
-        replica.mean.reverted = False
+        self._was_reverted = False
         if will_revert:
             replica.mean.keep([*replica.parameters.params, *replica.averaged_buffers()])
         else:
@@ -351,7 +353,17 @@ class DecentralizedDataParallel(nn.Module):
         Raises:
             RuntimeError: there is no backup: none was requested, or an update or a load has dropped it.
         """
-        self.replica.mean.revert()
+        mean = self.replica.mean
+        if mean.backup is None and self._was_reverted:
+            _log.warning("revert_global_avg() was called again without a global_avg() in between: it did nothing.")
+        elif mean.backup is None:
+            raise RuntimeError(
+                "there is nothing to revert: call global_avg() (with will_revert=True) first. An update or a load after it "
+                "drops the backup."
+            )
+        else:
+            mean.revert()
+            self._was_reverted = True
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from itertools import zip_longest
@@ -241,21 +241,22 @@ def compare(reference: Mapping[str, Any], own: Mapping[str, Any], rank: int) -> 
                 f"the models differ between workers, first in tensor {i}: worker 0 has {_describe(theirs)}, worker {rank} "
                 f"has {_describe(ours)}. Build the same model on every worker."
             )
+    for what, key, theirs, ours in _differences(reference, own):
+        raise errors.DisagreementError(
+            f"{what} between workers: {key} is {theirs!r} on worker 0 and {ours!r} on worker {rank}. Pass the same arguments "
+            "on every worker."
+        )
+
+
+def _differences(reference: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[tuple[str, object, Any, Any]]:
     for part, verb in (("topology", "differs"), ("settings", "differ")):
         theirs, ours = reference.get(part, {}), own.get(part, {})
         for key in sorted({*theirs, *ours}):
             if theirs.get(key) != ours.get(key):
-                raise _disagreement(f"the {part} {verb}", key, theirs.get(key), ours.get(key), rank)
+                yield f"the {part} {verb}", key, theirs.get(key), ours.get(key)
     found = first_difference(reference.get("optimizers", {}), own.get("optimizers", {}))
     if found is not None:
-        raise _disagreement("the optimizers differ", found, found.theirs, found.ours, rank)
-
-
-def _disagreement(what: str, key: object, theirs: Any, ours: Any, rank: int) -> errors.DisagreementError:
-    return errors.DisagreementError(
-        f"{what} between workers: {key} is {theirs!r} on worker 0 and {ours!r} on worker {rank}. Pass the same arguments on "
-        "every worker."
-    )
+        yield "the optimizers differ", found, found.theirs, found.ours
 
 
 def _describe(entry: list[Any] | None) -> str:

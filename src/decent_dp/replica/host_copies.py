@@ -11,6 +11,7 @@ from torch import Tensor
 
 __all__ = ["HostMemory", "Staged"]
 
+# Bytes: every copy begins at a multiple of them, as any dtype needs, and on a cache line of its own.
 _ALIGNMENT = 64
 
 

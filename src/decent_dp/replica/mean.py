@@ -39,7 +39,6 @@ class Mean:
     Attributes:
         backup: pairs (tensor, own value) while tensors have other values; None otherwise.
         scoped: whether the end of a with-block restores the backup.
-        reverted: whether the last ``revert`` was not followed by another mean, so that one more would have nothing to do.
     """
 
     def __init__(
@@ -55,7 +54,6 @@ class Mean:
         self._world, self._replicas, self._monitor, self._mates = world, replicas, monitor, mates
         self.backup: list[tuple[Tensor, Tensor]] | None = None
         self.scoped = False
-        self.reverted = False
 
     # -- of all replicas ----------------------------------------------------------------------------------------------
 
@@ -188,23 +186,11 @@ class Mean:
 
     @torch.no_grad()
     def revert(self) -> None:
-        """Restores the replica's own values. Does nothing if it has them because they were restored before.
-
-        Raises:
-            RuntimeError: there is no backup.
-        """
-        if self.backup is None and self.reverted:
-            _log.warning("revert_global_avg() was called again without a global_avg() in between: it did nothing.")
-            return
-        if self.backup is None:
-            raise RuntimeError(
-                "there is nothing to revert: call global_avg() (with will_revert=True) first. An update or a load after it "
-                "drops the backup."
-            )
+        """Restores the replica's own values."""
         self._parameters.locate()
-        for tensor, value in self.backup:
+        for tensor, value in self.backup or ():
             local(tensor).copy_(value)
-        self.backup, self.reverted = None, True
+        self.backup = None
 
     def release(self, tensors: Iterable[Tensor]) -> None:
         """Removes ``tensors`` from the backup: they have got new values."""

@@ -34,8 +34,8 @@ class HookedModel(ABC):
         module: Any  # torch does not type the hooks
         for module in modules:
             self.hooks += [
-                module.register_state_dict_pre_hook(_Hook(me, known, HookedModel._pre_save)),
-                module.register_state_dict_post_hook(_Hook(me, known, HookedModel._post_save)),
+                module.register_state_dict_pre_hook(_Hook(me, known, lambda own, *_: own.before_save())),
+                module.register_state_dict_post_hook(_Hook(me, known, lambda own, *args: own.after_save(*args[:3]))),
                 module.register_load_state_dict_pre_hook(_Hook(me, known, HookedModel._pre_load)),
                 module.register_load_state_dict_post_hook(_Hook(me, known, HookedModel._post_load)),
             ]
@@ -57,12 +57,6 @@ class HookedModel(ABC):
     @abstractmethod
     def after_load(self) -> None:
         """Called when a module and its descendants have been loaded."""
-
-    def _pre_save(self, *_: Any) -> None:
-        self.before_save()
-
-    def _post_save(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        self.after_save(module, state, prefix)
 
     def _pre_load(self, module: nn.Module, state: dict[str, Any], prefix: str, local: Any, *_: Any) -> None:
         if (local or {}).get("assign_to_params_buffers"):

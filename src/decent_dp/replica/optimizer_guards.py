@@ -22,7 +22,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from decent_dp.replica.optimizer_state import is_known, names_of, params_of
 
 __all__ = [
-    "Difference",
     "Options",
     "check_optimizers",
     "first_difference",

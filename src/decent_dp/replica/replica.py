@@ -231,8 +231,7 @@ class Replica(HookedModel):
             _log.debug(
                 "worker %d: %d buckets, MiB: %s", self.world.rank, len(buckets), ", ".join(f"{size:.3g}" for size in sizes)
             )
-        params = dict(zip(self.parameters.names, self.parameters.params, strict=True))
-        tell_drifts(self.optimizers, params, self.engine)
+        tell_drifts(self.optimizers, self.parameters, self.engine)
 
     def rebind(self) -> None:
         """Updates the buckets to the parameters' present storage."""

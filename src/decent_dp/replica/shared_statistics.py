@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from decent_dp.engine import Engine
 from decent_dp.engine.layout import TensorSpec
 from decent_dp.optim.statistics import SharesStatistics, drift_lookup
+from decent_dp.replica.parameters import Parameters
 from decent_dp.rules import DriftCorrection
 from decent_dp.topo import Topology
 
@@ -61,16 +61,13 @@ def tell_replicas(optimizers: Sequence[Optimizer], n: int) -> None:
         optimizer.set_replicas(n)
 
 
-def tell_drifts(optimizers: Sequence[Optimizer], params: Mapping[str, Tensor], engine: Engine) -> None:
-    """Gives optimizers that share statistics the drifts that the engine's rule estimates, if it does.
-
-    Args:
-        params: by name.
-    """
+def tell_drifts(optimizers: Sequence[Optimizer], parameters: Parameters, engine: Engine) -> None:
+    """Gives optimizers that share statistics the drifts that the engine's rule estimates, if it does."""
     rule = engine.rule
     if not isinstance(rule, DriftCorrection):
         return
     states = {name: state for bucket in engine.buckets for name, state in bucket.rule_state().items()}
+    params = dict(zip(parameters.names, parameters.params, strict=True))
     drift_of = drift_lookup((params[name], state["drift"]) for name, state in states.items() if name in params)
     for optimizer in sharing(optimizers):
         optimizer.set_drifts(drift_of, rule.scale)

@@ -41,7 +41,6 @@ __all__ = [
     "begin_load",
     "check_scaler_state",
     "copied",
-    "engine_entries",
     "first_loss_scale",
     "put_back",
     "replace_values",
@@ -104,7 +103,9 @@ def take(replica: Replica, *, settled: bool = True) -> dict[str, Any]:
         "buffers": {name: own.get(id(buffer), local(buffer).detach()) for name, buffer in model.named_buffers()},
         "extra_state": {name: module.get_extra_state() for name, module in _with_extra_state(model).items()},
         "grads": {name: local(param.grad).detach() for name, param in named if param.grad is not None},
-        **engine_entries(replica),
+        "driver": replica.KIND,
+        "steps": replica.steps,
+        **replica.engine.state_dict(),
         **replica.saved_entries(),
     }
 
@@ -120,11 +121,6 @@ def settle(replica: Replica) -> None:
         with replica.mean.suspended():
             for bucket in engine.buckets:
                 engine.finish(bucket, replica.edits.get(bucket.number)).raise_if_failed()
-
-
-def engine_entries(replica: Replica) -> dict[str, Any]:
-    """The entries ``ENGINE_ENTRIES`` of a snapshot."""
-    return {"driver": replica.KIND, "steps": replica.steps, **replica.engine.state_dict()}
 
 
 # -- resuming --------------------------------------------------------------------------------------------------------------
@@ -197,13 +193,8 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None]) 
     # Tensors that are made here have to train, also if the caller is in inference mode.
     with torch.inference_mode(False), torch.no_grad():
         control = replica.world.control
-
-        def fits() -> str:
-            check()
-            return hashlib.sha256(json.dumps(state.get("order")).encode()).hexdigest()
-
-        order = call_on_all(control, fits)
-        _compare(replica, state["round"], order)
+        call_on_all(control, check)
+        _compare(replica, state)
         with contextlib.ExitStack() as undo:
             buckets = call_on_all(control, lambda: _prepare(replica, state, undo))
             undo.pop_all()
@@ -272,11 +263,11 @@ def check_engine_state(replica: Replica, state: Mapping[str, Any]) -> None:
     replica.engine.check_rule_state(rule)
 
 
-def _compare(replica: Replica, round_: int, order: str) -> None:
-    """Compares the workers' states; ``order``: a digest of the order of this worker's parameters."""
+def _compare(replica: Replica, state: Mapping[str, Any]) -> None:
+    """Compares the workers' states, and where these workers are."""
     engine = replica.engine
-    now = engine.round if engine.buckets else None
-    found = replica.world.control.gather([round_, order, now])
+    order = hashlib.sha256(json.dumps(state.get("order")).encode()).hexdigest()
+    found = replica.world.control.gather([state["round"], order, engine.round if engine.buckets else None])
     if len({round_ for round_, *_ in found}) > 1:
         counts = worker_counts([round_ for round_, *_ in found])
         raise OutOfStepError(
