@@ -115,13 +115,13 @@ def work(rank: int, folder: str, port: int, joins: bool, dead_after: float, driv
         def note(**line: Any) -> None:
             print(json.dumps({"rank": rank, "pid": os.getpid(), **line}), file=file)
 
-        become_mean = replica.become_mean
+        average = replica.mean.average_
 
-        def note_and_become_mean(*args: Any) -> Any:
+        def note_and_average(*args: Any) -> Any:
             note(call=replica.world.control.calls, own=read().tolist())
-            return become_mean(*args)
+            return average(*args)
 
-        replica.become_mean = note_and_become_mean  # type: ignore[assignment, method-assign]
+        replica.mean.average_ = note_and_average  # type: ignore[assignment, method-assign]
         while Path(f"/proc/{driver}").exists():  # else nobody ends this process
             time.sleep(PACE)
             order = board.order

@@ -250,13 +250,13 @@ BREAKAGES = [
     ),
     Breakage(
         "a mean of parts is not looked at again",
-        "replica/averaging.py",
+        "replica/mean.py",
         "            control.gather(None)  # who was lost in the mean of another part?\n",
         "",
     ),
     Breakage(
         "a part of a replica that is not finite counts for the others",
-        "replica/averaging.py",
+        "replica/mean.py",
         "counts = all(found.get(rank, False) for rank in mates)",
         "counts = is_finite",
     ),

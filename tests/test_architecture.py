@@ -162,16 +162,10 @@ def test_the_ladder_itself_goes_one_way():
             assert BELOW[lower] <= below | {lower}, f"{room} reaches {BELOW[lower] - below} through {lower}"
 
 
-# Imports for types alone that close a circle. The list only shrinks.
-CIRCLES = {("replica.averaging", "replica.replica"), ("replica.registry", "replica.replica")}
-
-
 def test_no_module_imports_itself_through_others():
     graph: dict[str, set[str]] = {}
     packages = {module_of(path) for path in FILES if path.name == "__init__.py"}
     for module, target, _ in own_imports(types=True):
-        if (module, target) in CIRCLES:
-            continue
         # A package's __init__ gathers its modules, which may name their siblings.
         if module not in packages and target not in packages:
             graph.setdefault(module, set()).add(target)
@@ -286,7 +280,7 @@ def test_files_have_at_most_600_lines():
 
 # Lines of a room at most. The goals are lower (transport 3,200, membership 1,100, replica 2,900, engine 1,000, checkpoint
 # 1,900): these numbers only shrink.
-LINES = {"transport": 8745, "membership": 1765, "replica": 4980, "engine": 1045, "checkpoint": 2530, "integrations": 1880}
+LINES = {"transport": 8745, "membership": 1765, "replica": 4685, "engine": 1045, "checkpoint": 2530, "integrations": 1880}
 
 
 @pytest.mark.parametrize("room", LINES)

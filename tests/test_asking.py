@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from decent_dp.errors import PeerLostError
-from decent_dp.replica import newcomer as newcomer_module
+from decent_dp.replica import state_receiver as receiver_module
 from decent_dp.replica import transfer as transfer_module
 from decent_dp.replica.transfer import StateCopy, pack_message, unpack_message
 from decent_dp.serialization import encode
@@ -91,7 +91,7 @@ class Asked:
     def fetch(self, **options: Any) -> tuple[int, float]:
         world = SimpleNamespace(timeout=60.0, rank=9)
         replica: Any = SimpleNamespace(model=torch.nn.Linear(100, 1), world=world)
-        made = newcomer_module.Donor
+        made = receiver_module.Donor
 
         def donor(ask: Any, stuck: float) -> Any:
             """The visit of the one before is over."""
@@ -101,11 +101,11 @@ class Asked:
             self.donor = rank if rank in self.members and (rank == 1 or self.log) else None
             return made(ask, stuck)
 
-        newcomer_module.Donor = donor  # type: ignore[assignment, misc]
+        receiver_module.Donor = donor  # type: ignore[assignment, misc]
         try:
-            rank, state = newcomer_module._fetch_state(replica, self, lambda: dict(self.members), **options)  # type: ignore[arg-type]
+            rank, state = receiver_module._fetch_state(replica, self, lambda: dict(self.members), **options)  # type: ignore[arg-type]
         finally:
-            newcomer_module.Donor = made  # type: ignore[misc]
+            receiver_module.Donor = made  # type: ignore[misc]
         assert len(set(state["w"].tolist())) == 1
         return rank, float(state["w"][0])
 
@@ -117,8 +117,8 @@ def until(end: int, then: Answer) -> Answer:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(newcomer_module, "_AGAIN", 0.01)
-    monkeypatch.setattr(newcomer_module, "_STUCK", 0.2)
+    monkeypatch.setattr(receiver_module, "_AGAIN", 0.01)
+    monkeypatch.setattr(receiver_module, "_STUCK", 0.2)
     monkeypatch.setattr(transfer_module, "_CHUNK", CHUNK)
     monkeypatch.setattr(transfer_module, "_PAUSE", 0.01)
 
@@ -188,7 +188,7 @@ def test_the_parts_of_another_members_state_take_the_place_of_the_first_ones():
 
 
 def test_a_member_that_forgets_its_copies_is_not_asked_for_ever(monkeypatch):
-    monkeypatch.setattr(newcomer_module, "_LONGEST", 1.0)
+    monkeypatch.setattr(receiver_module, "_LONGEST", 1.0)
     asked = Asked(m1=[give])
 
     def forgets(copy: StateCopy, begin: int) -> Any:
@@ -206,8 +206,8 @@ def test_a_member_that_forgets_its_copies_is_not_asked_for_ever(monkeypatch):
 
 
 def test_a_transfer_that_makes_progress_may_take_longer_than_questions(monkeypatch):
-    monkeypatch.setattr(newcomer_module, "_LONGEST", 0.5)
-    monkeypatch.setattr(newcomer_module, "_UNREACHED", 0.4)
+    monkeypatch.setattr(receiver_module, "_LONGEST", 0.5)
+    monkeypatch.setattr(receiver_module, "_UNREACHED", 0.4)
 
     def slow(copy: StateCopy, begin: int) -> bytes:
         time.sleep(0.15)
@@ -220,8 +220,8 @@ def test_a_transfer_that_makes_progress_may_take_longer_than_questions(monkeypat
 
 
 def test_members_whose_steps_are_long_are_waited_for(monkeypatch):
-    monkeypatch.setattr(newcomer_module, "_LONGEST", 0.5)
-    monkeypatch.setattr(newcomer_module, "_UNREACHED", 0.4)
+    monkeypatch.setattr(receiver_module, "_LONGEST", 0.5)
+    monkeypatch.setattr(receiver_module, "_UNREACHED", 0.4)
     asked = Asked(m1=[live, live, give])
     assert asked.fetch() == (1, 1.0)
 

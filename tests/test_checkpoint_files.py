@@ -24,7 +24,7 @@ from torch import Tensor
 from decent_dp.checkpoint import files, folder
 from decent_dp.checkpoint.files import FORMAT, VERSION, Record, Shard, replace_file, shard_name, write_shard
 from decent_dp.errors import CheckpointError
-from decent_dp.replica.staging import Staging
+from decent_dp.replica.host_copies import HostMemory
 from decent_dp.serialization import encode, loaded
 from tests.small_checkpoints import names_in, save
 
@@ -37,7 +37,7 @@ def test_a_shard_comes_back_as_written(tmp_path):
     tree = {"a": torch.randn(3, 4).T, "b": [torch.tensor(1.5), {"c": "text"}], "d": torch.zeros(0, 2, dtype=torch.bfloat16)}
     text, tensors = encode(tree)
     record = Record("step", 3, 4, 7, [["parameter", "a"]], [[0, 1], [2, 3]])
-    file = write_shard(tmp_path, record, Staging().copy(tensors).tensors, text)
+    file = write_shard(tmp_path, record, HostMemory().copy(tensors).tensors, text)
     assert names_in(tmp_path) == {"worker-0003.safetensors"}
     with Shard(file, 3) as shard:
         shard.verify()

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from decent_dp.errors import CheckpointError
-from decent_dp.replica.staging import Staging
+from decent_dp.replica.host_copies import HostMemory
 from decent_dp.serialization import RESERVED, Stored, decode, encode, parse
 
 
 def there_and_back(tree: Any) -> Any:
     text, tensors = encode(tree)
     assert text.isascii()
-    kept = Staging().copy(tensors).tensors
+    kept = HostMemory().copy(tensors).tensors
     for key, tensor in tensors.items():
         key.encode()  # no surrogates
         assert not any([tensor.requires_grad, tensor.is_conj(), tensor.is_neg()])

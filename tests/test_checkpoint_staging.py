@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decent_dp.replica.staging import Staging
+from decent_dp.replica.host_copies import HostMemory
 
 
 def some() -> dict[str, Tensor]:
@@ -36,7 +36,7 @@ def spans(tensors: dict[str, Tensor]) -> list[tuple[int, int]]:
 
 def test_copies_are_whole_and_apart():
     tensors = some()
-    staged = Staging().copy(tensors)
+    staged = HostMemory().copy(tensors)
     staged.wait()
     assert list(staged.tensors) == list(tensors)
     for key, copy in staged.tensors.items():
@@ -52,7 +52,7 @@ def test_copies_are_whole_and_apart():
 
 
 def test_memory_and_places_are_kept_from_save_to_save():
-    staging, tensors = Staging(), some()
+    staging, tensors = HostMemory(), some()
     first = staging.copy(tensors).tensors
     for tensor in tensors.values():
         if not tensor.is_contiguous() or tensor.dtype is torch.bool:
@@ -75,7 +75,7 @@ def test_memory_and_places_are_kept_from_save_to_save():
     ],
 )
 def test_other_tensors_get_other_places(change):
-    staging, tensors = Staging(), some()
+    staging, tensors = HostMemory(), some()
     staging.copy(tensors)
     for _ in range(2):
         for now in ({**tensors, **change}, tensors):
@@ -88,4 +88,4 @@ def test_other_tensors_get_other_places(change):
 
 
 def test_nothing_to_copy():
-    assert Staging().copy({}).tensors == {}
+    assert HostMemory().copy({}).tensors == {}

@@ -26,7 +26,7 @@ from decent_dp import serialization
 from decent_dp.checkpoint import latest, load, read_parameters, save
 from decent_dp.checkpoint.files import Record, Shard, shard_name, write_shard
 from decent_dp.errors import CheckpointError
-from decent_dp.replica import newcomer
+from decent_dp.replica import state_receiver
 from decent_dp.replica.transfer import PartialState, unpack_message
 from decent_dp.serialization import decode, encode, loaded
 from tests.checkpoint_cases import error_of, make, noisy_net, run
@@ -432,7 +432,7 @@ def test_a_message_of_hostile_size(message, cause):
 )
 def test_a_state_of_hostile_size(tensors, cause):
     header = json.dumps({"tree": "null", "tensors": tensors}).encode()
-    partial = PartialState(newcomer._LEAST)
+    partial = PartialState(state_receiver._LEAST)
     partial.begin("c", len(header) + 10**6, len(header))
     with pytest.raises(ConnectionError, match=cause):
         partial.add(memoryview(header))

@@ -25,7 +25,7 @@ from decent_dp.checkpoint import saver as saver_module
 from decent_dp.checkpoint.saver import Saver, _Root
 from decent_dp.errors import DisagreementError, PeerLostError
 from decent_dp.membership import joining
-from decent_dp.replica import newcomer as newcomer_module
+from decent_dp.replica import state_receiver as receiver_module
 from decent_dp.replica import state_server as state_server_module
 from decent_dp.replica import transfer as transfer_module
 from decent_dp.replica.state_server import StateServer
@@ -166,7 +166,7 @@ def joins_in_a_call(rank: int, n: int) -> Any:
     else:
         tell("ready")
         time.sleep(1.0)  # workers 0 and 1 are in their call: they have no time to open the agreement on an epoch, worker 3 has
-        newcomer_module.random = SimpleNamespace(sample=lambda others, n: sorted(others))  # type: ignore[assignment]
+        receiver_module.random = SimpleNamespace(sample=lambda others, n: sorted(others))  # type: ignore[assignment]
         began = time.monotonic()
         step(model, optimizer, 0, rank)
         tell("seated")
@@ -511,7 +511,7 @@ def joins_while_others_wait(rank: int, n: int) -> Any:
         hear_said("dead")
         time.sleep(1.0)
         transport = decent_dp.join(the_store(), rank=VICTIM)
-        newcomer_module.random = SimpleNamespace(sample=lambda others, n: sorted(others, reverse=True))  # type: ignore[assignment]
+        receiver_module.random = SimpleNamespace(sample=lambda others, n: sorted(others, reverse=True))  # type: ignore[assignment]
         model, optimizer, replica = make(VICTIM, transport=transport)
         rank = VICTIM
     else:
@@ -544,7 +544,7 @@ def joiner_dies(rank: int, n: int) -> Any:
     if rank == N:
         PartialState.add = lambda *_: die()  # type: ignore[method-assign]
     if rank == N + 1:
-        newcomer_module._Joiner.enter = lambda self: _ask_and_die(self)  # type: ignore[method-assign]
+        receiver_module._Joiner.enter = lambda self: _ask_and_die(self)  # type: ignore[method-assign]
     if rank == N + 2:
         hear_said("dead")
         time.sleep(4)

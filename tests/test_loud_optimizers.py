@@ -17,7 +17,7 @@ import decent_dp
 from decent_dp.backward.scaled import refuse_scaled_loss
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.optim import optim_fn_adamw
-from decent_dp.replica.options import warn_of_rates
+from decent_dp.replica.optimizer_guards import warn_of_rates
 from decent_dp.replica.snapshot import take
 from decent_dp.transport import InProcessTransport, run_replicas
 from tests.helpers import SGD, alone, error_of, loss, net

@@ -26,7 +26,7 @@ import decent_dp
 from decent_dp import ddp, optim
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.optim import published
-from decent_dp.replica import construction, devices
+from decent_dp.replica import construction
 from decent_dp.topo import Edge, Topology, TopologyReg
 from decent_dp.transport import InProcessTransport, run_replicas
 from tests.helpers import SGD, alone, assert_same, loss, net, seed_cpu, values
@@ -97,11 +97,12 @@ def devices_of_workers(rank: int, n: int) -> tuple[str, list[str]]:
         refused = str(error)
     finally:
         dist.get_backend = real
-    assert devices.gpus_of(net()) == []
+    assert construction.gpus_of(net()) == []
     heard = Heard()
+    gpus_of = construction.gpus_of
     construction.gpus_of = lambda model: ["GPU-a"] if rank < 2 else ["GPU-b"]
     decent_dp.gossip(model := net(), torch.optim.SGD(model.parameters(), lr=0.1)).close()
-    construction.gpus_of = devices.gpus_of
+    construction.gpus_of = gpus_of
     return refused, heard.texts
 
 
@@ -196,7 +197,7 @@ def test_the_log_says_who_mixes_what(three):
 def test_several_gpus_of_a_worker(monkeypatch):
     on = [SimpleNamespace(device=torch.device("cuda", i)) for i in (1, 0, 1)] + [SimpleNamespace(device=torch.device("cpu"))]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"id{device.index}"))
-    assert devices.gpus_of(SimpleNamespace(parameters=lambda: on)) == ["id0", "id1"]
+    assert construction.gpus_of(SimpleNamespace(parameters=lambda: on)) == ["id0", "id1"]
 
 
 # -- optimizer states ------------------------------------------------------------------------------------------------------

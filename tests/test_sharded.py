@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import decent_dp
 from decent_dp.errors import NonFiniteError
 from decent_dp.optim import GossipAdamW
 from decent_dp.rules import DriftCorrection, OuterNesterov
@@ -17,12 +18,14 @@ from tests.sharded_cases import (
     ADAMW,
     SGD,
     Case,
+    Odd,
     Sharded,
     Unsharded,
     assert_close,
     ended,
     mesh_of,
     needs_shards,
+    shard,
     step,
     train,
     values,
@@ -209,6 +212,18 @@ def test_tensors_that_are_not_sharded_are_of_all_workers(workers):
         assert shift == 1.5
         for name in ("shift", "still", "scale", "first.weight"):
             assert torch.equal(made[name], found[0][0][name]), name
+
+
+def start_of_one_worker_each(rank: int, n: int) -> Any:
+    model = shard(Odd(seed=rank), mesh_of(n, 1)["shard"])
+    decent_dp.gossip(model, SGD(model.parameters()))
+    return values(model)
+
+
+def test_replicas_of_one_worker_start_from_the_first_one(workers):
+    """Their parameters are DTensors, and each worker has all of them."""
+    first, second = workers(2, start_of_one_worker_each)
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def lost(rank: int, n: int) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import decent_dp
 from decent_dp.checkpoint import exporting
 from decent_dp.errors import NonFiniteError, PeerLostError, PeerTimeoutError
-from decent_dp.replica import newcomer
+from decent_dp.replica import state_receiver
 from decent_dp.replica.mates import Mates
 from decent_dp.transport import Replicas
 from decent_dp.transport.collectives import Collectives
@@ -338,7 +338,7 @@ def grows(rank: int, n: int) -> Any:
     """A fourth replica comes. Its workers ask different members first, whose scalers differ."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (8 + rank // SHARDS), growth_interval=10**6)
     if rank >= N:
-        newcomer.random = SimpleNamespace(  # type: ignore[assignment]
+        state_receiver.random = SimpleNamespace(  # type: ignore[assignment]
             choice=random.choice, sample=lambda others, count: sorted(others, reverse=bool(rank % 2))
         )
     faults = decent_dp.Tolerate(dead_after=DEAD_AFTER, max_workers=N + SHARDS)

@@ -17,8 +17,8 @@ from decent_dp.checkpoint.files import Record, Shard, write_shard
 from decent_dp.compression import COMPRESSIONS, Compression, FlatTensor
 from decent_dp.compression.blockwise import _BLOCK_ON_CPU
 from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.replica.host_copies import HostMemory
 from decent_dp.replica.snapshot import put_back, take
-from decent_dp.replica.staging import Staging
 from decent_dp.serialization import encode
 from decent_dp.transport import InProcessTransport, run_replicas
 from tests.helpers import SGD, alone, assert_same, batch, loss, net, some_in_the_fast_tests, values
@@ -325,7 +325,7 @@ def test_sparse_tensors_through_a_file(name, tmp_path):
     assert any(tensor.is_sparse for tensor in tensors_in(snapshots[stop]))
     text, tensors = encode(snapshots[stop])
     assert all(tensor.layout is torch.strided for tensor in tensors.values())
-    file = write_shard(tmp_path, Record("any", 0, 1, 4, []), Staging().copy(tensors).tensors, text)
+    file = write_shard(tmp_path, Record("any", 0, 1, 4, []), HostMemory().copy(tensors).tensors, text)
     with Shard(file, 0) as reader:
         others, other = go_on(job, InProcessTransport(), 0, range(stop, 6), serialization.loaded(reader.tree()))
     assert_equal(others, losses[stop:])

@@ -44,7 +44,7 @@ def default_device(worker: Worker) -> str:
 @case("workers that share a GPU are told", PAIR)
 def shared_gpu(worker: Worker) -> str:
     """Once, on the first of them: two processes on one GPU may be a mistake. Not on the CPU."""
-    with warnings_of("decent_dp.replica.devices") as found:
+    with warnings_of("decent_dp.replica.construction") as found:
         run, _ = run_library(Script(steps=2), worker)
         run.replica.close()
     due = worker.cuda and worker.rank == 0

@@ -17,38 +17,34 @@ from reprlib import repr as brief
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from decent_dp._sizes import MIB
 from decent_dp.arguments import check_model, check_scaler
 from decent_dp.compression import check_compression
 from decent_dp.engine import Bucket
 from decent_dp.faults import Tolerate, check_faults
-from decent_dp.replica.averaging import check_finite
-from decent_dp.replica.construction import Agreement, Arguments, connect_replicas
-from decent_dp.replica.hidden_state import has_own_state_dict, refuse_hidden_state
+from decent_dp.replica.construction import Agreement, Arguments, Settings, workers_per_node
+from decent_dp.replica.live import running_steps, start_replica
 from decent_dp.replica.module_hooks import called_first
-from decent_dp.replica.newcomer import serve_joiners
-from decent_dp.replica.optimizers import check_optimizers, load_optimizer, params_of, saved_optimizer, signature_of
-from decent_dp.replica.options import options_of
-from decent_dp.replica.registry import find_superseded, running_steps
+from decent_dp.replica.optimizer_guards import check_optimizers, options_of, refuse_hidden_state, signature_of
+from decent_dp.replica.optimizer_state import has_own_state_dict, load_optimizer, params_of, saved_optimizer
 from decent_dp.replica.replica import Replica
-from decent_dp.replica.settings import Settings, workers_per_node
-from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, mesh_of, refuse_stale_backward, reshard
-from decent_dp.replica.shutdown import closed_on_error
+from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, mesh_of, reshard
+from decent_dp.replica.shared_statistics import Statistics, sharing, tell_replicas
 from decent_dp.replica.snapshot import (
     ENGINE_ENTRIES,
+    begin_load,
     check_engine_state,
     check_scaler_state,
     copied,
-    engine_entries,
     first_loss_scale,
     restore,
     settle,
 )
-from decent_dp.replica.statistics import Statistics, sharing_class, tell_replicas
 from decent_dp.rules import Rule
 from decent_dp.rules.base import check_rule
 from decent_dp.topo import Topology
@@ -117,14 +113,12 @@ def gossip(
     """
     owned, opened = open_transport(transport, group_of_replicas(process_group, mesh_of(model)), faults, encrypt)
     optimizers: list[Optimizer] = []
-    older: list[Replica] = []
 
     def check() -> Arguments:
         check_transport(transport)
         check_model(model, shards=True)
         reshard(fsdp_modules(model))
         _refuse_shared_memory(model)
-        older.extend(find_superseded(model))
         optimizers.extend(check_optimizers(optimizer, model))
         check_compression(compression)
         return Arguments(
@@ -135,16 +129,15 @@ def gossip(
             {"optimizers": signature_of(optimizers, model), "encrypt": check_encrypt(encrypt)},
             describe_mesh(model),
             options_of(optimizers, model),
-            sharing_class(optimizers),
+            sharing(optimizers),
             check_faults(faults),
         )
 
-    agreed = connect_replicas(model, opened, owned, check)
-    with closed_on_error(opened, owned):
-        for replica in older:
-            replica.supersede()
+    def make(agreed: Agreement) -> Gossip:
         _advise_on_nodes(topology, agreed, workers_per_node("local_world_size", local_world_size), opened.rank)
-        return serve_joiners(Gossip(model, opened, agreed, optimizers, check_scaler(scaler)))
+        return Gossip(model, opened, agreed, optimizers, check_scaler(scaler))
+
+    return start_replica(model, opened, owned, check, make)
 
 
 class Gossip(Replica):
@@ -158,6 +151,7 @@ class Gossip(Replica):
 
     KIND = "gossip"
     WHAT = "this Gossip"
+    ENTRIES = frozenset({"optim", "stepped", "taken"})
     MODEL = "the model"
     FOREIGN_STEP = (
         "gossip() mixes after the steps of other optimizers: its own make no round. Pass it to gossip(), with all others that "
@@ -189,14 +183,12 @@ class Gossip(Replica):
         tell_replicas(self.optimizers, self.transport.world_size)
         self.statistics = Statistics(self.optimizers, {id(param): name for name, param in model.named_parameters()})
         self.use_buckets(self._lay_out())
-        self._hooks: list[Any] = [
-            optimizer.register_step_post_hook(self._after_step(i)) for i, optimizer in enumerate(self.optimizers)
-        ]
+        self.hooks += [optimizer.register_step_post_hook(self._after_step(i)) for i, optimizer in enumerate(self.optimizers)]
         if fsdp_modules(model):
-            self._hooks += refuse_stale_backward(called_first(model), self.parameters.params)
+            self.hooks += _refuse_stale_backward(called_first(model), self.parameters.params)
         if scaler is not None:
             callbacks = {"unscale_": self._scaler_used, "step": self._scaler_used, "update": self._scaler_updated}
-            self._hooks += [_ScalerHook(scaler, name, callback) for name, callback in callbacks.items()]
+            self.hooks += [_ScalerHook(scaler, name, callback) for name, callback in callbacks.items()]
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
@@ -294,16 +286,8 @@ class Gossip(Replica):
                 "not mix. Change values in place (param.copy_ under torch.no_grad), or call gossip() after the change."
             )
 
-    def apply_pending(self) -> None:
-        """Does nothing: a step makes its round immediately, so none is ever pending."""
-
     def after_save(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Does nothing: parameters have their own storage, as in any model."""
-
-    def remove_hooks(self) -> None:
-        super().remove_hooks()
-        for hook in self._hooks:
-            hook.remove()
 
     def _lay_out(self) -> list[Bucket]:
         """Returns buckets in reverse registration order, the usual order of gradients, equal on all workers."""
@@ -345,9 +329,9 @@ class Gossip(Replica):
             NonFiniteError: a replica holds a NaN or an infinity; on all of them.
         """
         self.begin_collective("average_")
-        counts = check_finite(self, "average_", self.averaged_buffers())
+        counts = self.mean.check_finite("average_", self.averaged_buffers())
         self.invalidate()
-        self.become_mean(self.averaged_buffers(), counts)
+        self.mean.average_(self.averaged_buffers(), counts)
         self.engine.renew()
 
     def flush(self) -> None:
@@ -376,7 +360,9 @@ class Gossip(Replica):
         if self.mean.backup is not None:
             raise RuntimeError("state_dict() was called inside averaged(), where the model has other values: call it after it.")
         settle(self)
-        found: dict[str, Any] = copied({**engine_entries(self), **self._progress()})
+        found: dict[str, Any] = copied(
+            {"driver": self.KIND, "steps": self.steps, **self.engine.state_dict(), **self._progress()}
+        )
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -391,12 +377,9 @@ class Gossip(Replica):
         self.refuse_in_join("load_state_dict", "before")
         self.refuse_before_member("load_state_dict")
         self.world.control.begin("load_state_dict", self.engine.round)
+        begin_load(self, "load_state_dict")
 
         def check() -> None:
-            self.refuse_inside("load_state_dict")
-            self.parameters.refuse_unreduced("load_state_dict")
-            self.refuse_stopped()
-            self.parameters.check_unchanged()
             wanted = ENGINE_ENTRIES | {"stepped", "taken"}
             if not isinstance(state_dict, dict) or not wanted <= state_dict.keys() or state_dict["driver"] != self.KIND:
                 raise ValueError("load_state_dict takes what Gossip.state_dict() returned: something else was given")
@@ -404,10 +387,7 @@ class Gossip(Replica):
             self._check_progress(state_dict)
             self._refuse_open_update("load_state_dict")
 
-        def write() -> None:
-            self.steps = state_dict["steps"]
-
-        restore(self, state_dict, check, write)
+        restore(self, state_dict, check)
 
     def reach_step_boundary(self, what: str) -> None:
         super().reach_step_boundary(what)
@@ -446,9 +426,6 @@ class Gossip(Replica):
         return {"optim": {"optimizers": optimizers, "scaler": scaler}, **self._progress()}
 
     def check_entries(self, snapshot: Mapping[str, Any]) -> None:
-        for key in ("optim", "stepped", "taken"):
-            if key not in snapshot:
-                raise ValueError(f"this is not a snapshot of a replica: it has no entry '{key}'")
         self._check_progress(snapshot)
         self._refuse_open_update("load")
         check_scaler_state(self.scaler, snapshot["optim"].get("scaler"))
@@ -486,7 +463,7 @@ def _advise_on_nodes(topology: object, agreed: Agreement, on_node: int, rank: in
     """Each worker sends a copy of the model, and those of a node share its link."""
     several = 1 < on_node < agreed.peers.world_size and agreed.replicas.shards == 1
     plain = topology == "base-2" and agreed.settings.compression is None and agreed.settings.mix_every == 1
-    if rank == 0 and several and plain and agreed.faults is None:
+    if rank == 0 and several and plain and agreed.monitor is None:
         _log.warning(
             "nodes have %d workers each, and with topology='base-2' each of them sends a copy of the model per step to another "
             "node: that may take longer than DDP. topology='hierarchical' sends one copy per node; `decent-dp plan` compares.",
@@ -509,6 +486,42 @@ def _refuse_shared_memory(model: nn.Module) -> None:
                 f"parameters '{before}' and '{name}' share memory, and would be mixed twice. Tie them by using one parameter "
                 "in both places, or give each its own (param.data = param.data.clone())."
             )
+
+
+def _refuse_stale_backward(modules: Iterable[nn.Module], params: Sequence[Tensor]) -> list[Any]:
+    """A backward raises RuntimeError if ``params`` have changed since its forward: it would gather the new values, and use
+    activations of the old ones. For parameters that are not sharded torch says so itself.
+
+    Args:
+        modules: whose forwards are called.
+
+    Returns:
+        The handles of the hooks.
+    """
+
+    def versions() -> list[tuple[int, int]]:
+        # A write to a DTensor counts in it alone, and one to its part there.
+        return [(param._version, local(param)._version) for param in params]
+
+    @_disable_dynamo
+    def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        before = versions()
+
+        def check(gradient: Tensor) -> None:
+            if versions() != before:
+                raise RuntimeError(
+                    "parameters have changed between this forward and its backward (a step, average_(), averaged(), flush() or "
+                    "a load), and with fully_shard the backward would gather the new ones: make such calls before the forward, "
+                    "or after the backward."
+                )
+
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(check)  # type: ignore[no-untyped-call]
+
+    return [module.register_forward_hook(after_forward) for module in modules]
 
 
 class _ScalerHook:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -24,19 +24,14 @@ from decent_dp.arguments import (
     check_scaler,
     refuse_graphs,
 )
-from decent_dp.backward.replica import BackwardReplica
+from decent_dp.backward.driver import BackwardReplica
+from decent_dp.backward.state_dicts import insert_module
 from decent_dp.backward.units import DeferredList
 from decent_dp.compression import check_compression
 from decent_dp.faults import Roster, Tolerate, check_faults
-from decent_dp.replica.averaging import check_finite
-from decent_dp.replica.construction import Arguments, connect_replicas
-from decent_dp.replica.module_hooks import insert_module
-from decent_dp.replica.newcomer import serve_joiners
-from decent_dp.replica.registry import find_superseded
-from decent_dp.replica.replica import Replica
-from decent_dp.replica.settings import Settings, refuse_ddp_keywords, workers_per_node
-from decent_dp.replica.shutdown import closed_on_error
-from decent_dp.replica.stats import Stats
+from decent_dp.replica.construction import Agreement, Arguments, Settings, workers_per_node
+from decent_dp.replica.live import start_replica
+from decent_dp.replica.replica import Stats
 from decent_dp.rules import Rule
 from decent_dp.rules.base import check_rule
 from decent_dp.topo import Topology
@@ -49,6 +44,24 @@ if TYPE_CHECKING:
 __all__ = ["LR_SCHEDULER_FN_TYPE", "OPTIM_FN_TYPE", "DecentralizedDataParallel", "Stats"]
 
 _log = logging.getLogger(__name__)
+
+# Arguments of PyTorch DDP, with the advice for the error.
+_DDP_KEYWORDS = {
+    "device_ids": "leave it out and move the model to its device before wrapping it; it stays there",
+    "output_device": "leave it out: outputs stay on the model's device",
+    "dim": "leave it out: each worker feeds its own batch",
+    "broadcast_buffers": "leave it out: buffers are local; sync_buffer_in_global_avg=True averages them in global_avg",
+    "init_sync": "leave it out: parameters and buffers are broadcast from rank 0 once, at construction",
+    "bucket_cap_mb": "pass bucket_size_in_mb",
+    "find_unused_parameters": "leave it out: parameters may be unused at any time",
+    "check_reduction": "leave it out",
+    "gradient_as_bucket_view": "pass param_as_bucket_view: here parameters are views of buckets",
+    "static_graph": "leave it out: graphs may change at any time",
+    "delay_all_reduce_named_params": "leave it out: gradients are not reduced",
+    "param_to_hook_all_reduce": "leave it out: gradients are not reduced",
+    "mixed_precision": "leave it out and use torch.autocast and scaler=",
+    "device_mesh": "pass process_group",
+}
 
 
 @functools.cache
@@ -124,17 +137,15 @@ class DecentralizedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         owned, opened = open_transport(transport, process_group, faults, encrypt)
-        older: list[Replica] = []
 
         def check() -> Arguments:
-            refuse_ddp_keywords(unknown)
+            _refuse_ddp_keywords(unknown)
             check_transport(transport)
             if isinstance(model, DecentralizedDataParallel):
                 raise TypeError("model is already wrapped in DecentralizedDataParallel: pass its .module")
             check_model(model)
             if param_as_bucket_view:
                 refuse_graphs(model)
-            older.extend(find_superseded(model))
             check_factories(optim_fn, lr_scheduler_fn)
             scaled = check_scaler(scaler) is not None
             check_compression(compression)
@@ -151,25 +162,18 @@ class DecentralizedDataParallel(nn.Module):
             more = {"scheduled": lr_scheduler_fn is not None, "encrypt": check_encrypt(encrypt)}
             return Arguments(settings, topology, check_rule(rule), local, more, faults=check_faults(faults))
 
-        agreed = connect_replicas(model, opened, owned, check)
-        if topology == "complete" and opened.world_size > 2 and opened.rank == 0:
-            _warn_once_of_complete()
-        with closed_on_error(opened, owned):
-            for replica in older:
-                replica.supersede()
+        def make(agreed: Agreement) -> BackwardReplica:
+            if topology == "complete" and opened.world_size > 2 and opened.rank == 0:
+                _warn_once_of_complete()
+            as_view = bool(param_as_bucket_view)
+            return BackwardReplica(model, opened, agreed, optim_fn, lr_scheduler_fn, scaler, as_view=as_view)
+
+        #: The driver, for the other parts of this library.
+        self.replica = start_replica(model, opened, owned, check, make)
         self.module = model
         self.training = model.training
-        #: The driver, for the other parts of this library.
-        self.replica = BackwardReplica(
-            model,
-            opened,
-            agreed,
-            optim_fn,
-            lr_scheduler_fn,
-            scaler,
-            as_view=bool(param_as_bucket_view),
-        )
-        serve_joiners(self.replica)
+        # Whether no mean has followed the last ``revert_global_avg``, so that another one has nothing to do.
+        self._was_reverted = False
         # Existing scripts read these two.
         self._optims, self._lr_schedulers = self.replica.optimizers, self.replica.schedulers
         self.register_load_state_dict_pre_hook(insert_module)  # type: ignore[no-untyped-call]
@@ -332,13 +336,13 @@ class DecentralizedDataParallel(nn.Module):
         """
         replica = self.replica
         replica.begin_collective("global_avg")
-        counts = check_finite(replica, "global_avg", replica.averaged_buffers())
-        replica.mean.reverted = False
+        counts = replica.mean.check_finite("global_avg", replica.averaged_buffers())
+        self._was_reverted = False
         if will_revert:
             replica.mean.keep([*replica.parameters.params, *replica.averaged_buffers()])
         else:
             replica.invalidate()
-        distances = replica.become_mean(replica.averaged_buffers(), counts)
+        distances = replica.mean.average_(replica.averaged_buffers(), counts)
         if not will_revert:
             replica.engine.renew()
         return float(sum(float(d) for d in distances) ** 0.5) if return_d2c else None
@@ -349,7 +353,17 @@ class DecentralizedDataParallel(nn.Module):
         Raises:
             RuntimeError: there is no backup: none was requested, or an update or a load has dropped it.
         """
-        self.replica.mean.revert()
+        mean = self.replica.mean
+        if mean.backup is None and self._was_reverted:
+            _log.warning("revert_global_avg() was called again without a global_avg() in between: it did nothing.")
+        elif mean.backup is None:
+            raise RuntimeError(
+                "there is nothing to revert: call global_avg() (with will_revert=True) first. An update or a load after it "
+                "drops the backup."
+            )
+        else:
+            mean.revert()
+            self._was_reverted = True
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -449,3 +463,14 @@ class DecentralizedDataParallel(nn.Module):
     @property
     def _model(self) -> nn.Module:
         return self.module
+
+
+def _refuse_ddp_keywords(unknown: Mapping[str, Any]) -> None:
+    """Raises TypeError for unknown keyword arguments, with advice for those of PyTorch DDP."""
+    for name in unknown:
+        advice = _DDP_KEYWORDS.get(name)
+        if advice is not None:
+            raise TypeError(f"{name} is an argument of PyTorch DDP, not of DecentralizedDataParallel: {advice}.")
+        if name == "wire":
+            raise TypeError("wire is now called compression: pass compression=None (was 'float32'), 'bfloat16' or 'int8'.")
+        raise TypeError(f"DecentralizedDataParallel got an unexpected keyword argument {name!r}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from decent_dp.replica.registry import live_replicas
+from decent_dp.replica.live import live_replicas
 
 __all__ = ["refuse_scaled_loss"]
 

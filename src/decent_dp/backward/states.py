@@ -24,9 +24,15 @@ from torch.optim import Optimizer
 
 from decent_dp.backward.units import Unit
 from decent_dp.optim.statistics import SharesStatistics
-from decent_dp.replica.hidden_state import has_own_state_dict
-from decent_dp.replica.optimizers import exact_state, is_like
-from decent_dp.replica.state_checks import check_alike, check_param_states
+from decent_dp.replica.optimizer_state import (
+    check_alike,
+    check_param_states,
+    has_own_state_dict,
+    is_known,
+    load_by_number,
+    params_of,
+    refuse_other_kind,
+)
 
 __all__ = ["check_kinds", "check_optim_state", "collect_optim_state", "kind_of", "load_optim_state"]
 
@@ -97,11 +103,7 @@ def check_kinds(units: Sequence[Unit], snapshot: Mapping[str, Any]) -> None:
         "scheduler": kind_of([unit.scheduler for unit in units if unit.scheduler is not None]),
     }
     for what, kind in own.items():
-        if snapshot[what] != kind:
-            raise ValueError(
-                f"the {what} was {snapshot[what]} when this was saved, and is {kind} now: their states do not fit each "
-                "other. Go on with the same one, or load the parameters alone (load_state_dict)."
-            )
+        refuse_other_kind(what, snapshot[what], kind)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,15 +188,11 @@ def load_optim_state(units: Sequence[Unit], state_dict: dict[str, Any], *, exact
     for unit in units:
         names, optimizer = _names(unit), unit.optimizer
         if exact:
-            members = [names[id(param)] for group in optimizer.param_groups for param in group["params"]]
+            members = [names[id(param)] for param in params_of(optimizer)]
             state, groups = state_dict["state"], state_dict["param_groups"]
             check_param_states(optimizer, [(name, state.get(name, {}), groups[name]) for name in members])
             _check_shapes(optimizer, names, state_dict["state"])
-        _load_optimizer(optimizer, names, state_dict)
-        with torch.inference_mode(False), torch.no_grad():
-            for param, state in optimizer.state.items():
-                saved = state_dict["state"].get(names[id(param)])
-                optimizer.state[param] = exact_state(state, saved, param) if exact else _with_strides(state, param)
+        _load_optimizer(optimizer, names, state_dict, exact=exact)
         # Each scheduler gets a copy, because some later write to their loaded state.
         schedulers = copy.deepcopy(state_dict.get("schedulers"))
         if unit.scheduler is not None and schedulers is not None:
@@ -220,8 +218,7 @@ def _of_group(
     return examples[number] if number < len(examples) else {}
 
 
-def _load_optimizer(optimizer: Optimizer, names: dict[int, str], state_dict: dict[str, Any]) -> None:
-    state: dict[int, Any] = {}
+def _load_optimizer(optimizer: Optimizer, names: dict[int, str], state_dict: dict[str, Any], *, exact: bool) -> None:
     groups: list[dict[str, Any]] = []
     number = 0
     for i, group in enumerate(optimizer.param_groups):
@@ -230,11 +227,10 @@ def _load_optimizer(optimizer: Optimizer, names: dict[int, str], state_dict: dic
         for options in [saved, *(state_dict["param_groups"][names[id(param)]] for param in members)]:
             check_alike(f"parameter group {i} of {type(optimizer).__name__}", options, _options(group))
         groups.append({**group, **saved, "params": list(range(number, number + len(members)))})
-        for param in members:
-            if names[id(param)] in state_dict["state"]:
-                state[number] = state_dict["state"][names[id(param)]]
-            number += 1
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+        number += len(members)
+    numbered = enumerate(names[id(param)] for param in params_of(optimizer))
+    state = {number: state_dict["state"][name] for number, name in numbered if name in state_dict["state"]}
+    load_by_number(optimizer, {"state": state, "param_groups": groups}, state if exact else None)
 
 
 def _check_shapes(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]) -> None:
@@ -243,20 +239,18 @@ def _check_shapes(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping
     The state of torch's optimizers and ours is numbers, and tensors of the parameter's shape, possibly reduced to 1 along some
     dimensions. Any other shape is refused for them. The state of other optimizers may have any shape.
     """
-    regular = f"{type(optimizer).__module__}.".startswith(("torch.optim.", "decent_dp.optim."))
-    regular = regular and not isinstance(optimizer, SharesStatistics)  # these check their state themselves
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            name = names[id(param)]
-            own = dict(_tensors(optimizer.state.get(param, {})))
-            for key, tensor in _tensors(saved.get(name, {})):
-                like, shape = own.get(key, param), tuple(tensor.shape)
-                reduced = len(shape) == like.dim() and all(a in (1, b) for a, b in zip(shape, like.shape, strict=True))
-                if (shape != like.shape) if key in own else (regular and tensor.numel() != 1 and not reduced):
-                    raise ValueError(
-                        f"'{key}' in the optimizer state of parameter '{name}' was saved as {shape}, and should be "
-                        f"{tuple(like.shape)} for {type(optimizer).__name__}: it is the state of another parameter or optimizer"
-                    )
+    regular = is_known(optimizer) and not isinstance(optimizer, SharesStatistics)  # these check their state themselves
+    for param in params_of(optimizer):
+        name = names[id(param)]
+        own = dict(_tensors(optimizer.state.get(param, {})))
+        for key, tensor in _tensors(saved.get(name, {})):
+            like, shape = own.get(key, param), tuple(tensor.shape)
+            reduced = len(shape) == like.dim() and all(a in (1, b) for a, b in zip(shape, like.shape, strict=True))
+            if (shape != like.shape) if key in own else (regular and tensor.numel() != 1 and not reduced):
+                raise ValueError(
+                    f"'{key}' in the optimizer state of parameter '{name}' was saved as {shape}, and should be "
+                    f"{tuple(like.shape)} for {type(optimizer).__name__}: it is the state of another parameter or optimizer"
+                )
 
 
 def _tensors(value: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -266,19 +260,6 @@ def _tensors(value: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, (Mapping, list, tuple)):
         for step, member in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _tensors(member, f"{key}/{step}" if key else str(step))
-
-
-def _with_strides(loaded: Any, param: Tensor) -> Any:
-    """Returns ``loaded`` with the parameter's strides for tensors of its shape, because files do not keep strides."""
-    if isinstance(loaded, Tensor):
-        if not is_like(loaded, param) or loaded.stride() == param.stride():
-            return loaded
-        return torch.empty_like(param, dtype=loaded.dtype, device=loaded.device).copy_(loaded)
-    if isinstance(loaded, dict):
-        return {key: _with_strides(value, param) for key, value in loaded.items()}
-    if isinstance(loaded, (list, tuple)):
-        return type(loaded)(_with_strides(value, param) for value in loaded)
-    return loaded
 
 
 def _names(unit: Unit) -> dict[int, str]:

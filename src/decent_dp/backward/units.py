@@ -17,9 +17,9 @@ from decent_dp._sizes import MIB
 from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, make_optimizer, make_scheduler
 from decent_dp.engine import Bucket, Edit, Engine
 from decent_dp.engine.layout import FlatBuffer
+from decent_dp.replica.construction import Settings
 from decent_dp.replica.parameters import Parameters
-from decent_dp.replica.settings import Settings
-from decent_dp.replica.statistics import Statistics, tell_replicas
+from decent_dp.replica.shared_statistics import Statistics, tell_replicas
 from decent_dp.topo import Edge
 from decent_dp.topo.edges import EdgeOfHook
 from decent_dp.transport import Transport

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from decent_dp.checkpoint.saver import Trained, replica_of
 from decent_dp.errors import DisagreementError, OutOfStepError
-from decent_dp.replica.averaging import average_parts_, check_finite
 
 __all__ = ["AveragedReplica"]
 
@@ -83,13 +82,13 @@ class AveragedReplica:
         replica = self._replica
         replica.begin_collective("averaged of AveragedReplica")
         self._compare()
-        counts = check_finite(replica, "averaged of AveragedReplica", replica.averaged_buffers(), self._averages)
+        counts = replica.mean.check_finite("averaged of AveragedReplica", replica.averaged_buffers(), self._averages)
         params = replica.parameters.params
         # Buffers too, because `calibrate` changes them.
         with replica.mean.preserved([*params, *replica.model.buffers()]):
             with torch.no_grad():
                 means = [average.clone() for average in self._averages]
-                average_parts_(replica, means, replica.averaged_buffers(), counts)
+                replica.mean.average_(replica.averaged_buffers(), counts, means)
                 for value, mean in zip(replica.parameters.locate(), means, strict=True):
                     value.copy_(mean)
                 del means

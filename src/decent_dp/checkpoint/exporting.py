@@ -23,7 +23,6 @@ from decent_dp.checkpoint.saver import Trained, replica_of
 from decent_dp.compression import all_finite
 from decent_dp.errors import CheckpointError, NonFiniteError
 from decent_dp.replica.averages import average_, differing
-from decent_dp.replica.averaging import average_parts_, check_finite
 from decent_dp.replica.consistency import among_the_same, call_on_all
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.shards import is_sharded
@@ -207,11 +206,11 @@ def _average_buffers(replica: Replica) -> None:
         if tensor is not None and name not in module._non_persistent_buffers_set and tensor.dtype in FLOAT_DTYPES
     }
     buffers = list(found.values())
-    counts = check_finite(replica, "export", buffers, [])
+    counts = replica.mean.check_finite("export", buffers, [])
     whole = [buffer for buffer in buffers if not is_sharded(buffer)]
     with torch.no_grad():
         own = [*differing(replica.world.control, whole), *filter(is_sharded, buffers)]
-        average_parts_(replica, [], own, counts)
+        replica.mean.average_(own, counts, [])
 
 
 # -- the file ---------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 
 from decent_dp._checks import check_number
 from decent_dp.checkpoint.saver import Trained, replica_of
+from decent_dp.replica.consistency import wait_for_all
 from decent_dp.replica.replica import Listener, Replica
-from decent_dp.replica.waiting import wait_for_all
 
 __all__ = ["Preemption"]
 

@@ -29,11 +29,10 @@ from decent_dp.checkpoint.random_states import random_states
 from decent_dp.compression import all_finite
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import CheckpointError, OutOfStepError, PeerTimeoutError
-from decent_dp.replica.consistency import error_of_worker, model_signature, worker_counts
+from decent_dp.replica.consistency import error_of_worker, model_signature, wait_for_all, worker_counts
+from decent_dp.replica.host_copies import HostMemory, Staged
 from decent_dp.replica.replica import Listener, Replica
 from decent_dp.replica.snapshot import take
-from decent_dp.replica.staging import Staged, Staging
-from decent_dp.replica.waiting import wait_for_all
 from decent_dp.serialization import encode
 from decent_dp.transport.interface import Transport
 
@@ -233,11 +232,11 @@ class _Shard:
 
 
 class Saver(Listener):
-    """Saves one replica, to which it has no reference: the staging memory, and the saves in flight."""
+    """Saves one replica, to which it has no reference: the memory of its copies, and the saves in flight."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._staging = Staging()
+        self._memory = HostMemory()
         self._saves = 0
         self._in_flight: deque[Saving] = deque()
         self._roots: dict[str, _Root] = {}
@@ -300,7 +299,7 @@ class Saver(Listener):
         record = Record(step, rank, len(ranks), round_, model_signature(replica.model), groups)
         keys = {id(tensor): key for key, tensor in tensors.items()}
         trained = {name: keys[id(snapshot["parameters"][name])] for name in replica.parameters.names}
-        return _Shard(root, keep, record, trained, text, self._staging.copy(tensors))
+        return _Shard(root, keep, record, trained, text, self._memory.copy(tensors))
 
     def drain(self) -> None:
         """Waits until no save is in flight."""
@@ -330,7 +329,7 @@ class Saver(Listener):
                 _log.warning("%s", late)
                 saving._finish(None if saving._is_complete else late)
         if all(saving._written.done() for saving in self._in_flight):
-            self._staging = Staging()
+            self._memory = HostMemory()
 
     def _wait_for_earlier(self) -> None:
         """Raises the errors of saves that were not waited for, and waits until another save may begin."""

@@ -1,11 +1,14 @@
 """One worker's replica of a model in a run: the part that both drivers share.
 
-replica       the base class of the drivers              parameters    the trainable parameters, and changes to them
-mean          backup of values while a mean is in place  averages      means over workers, and distances to them
-consistency   checks that raise the same error on all    settings      settings that must be equal on all workers
-snapshot      the whole state at a step boundary         module_hooks  state dicts saved and loaded during a run
-construction  from arguments to connected replicas       shutdown      the end of a worker
-registry      the replicas of this process               options       comparison of the optimizers' options
-hidden_state  optimizer state that no save contains      optimizers    the user's optimizers and their state
-shards        replicas of several workers (DTensor)      stats         counters
+replica           the base class of the drivers                live            replicas are started, found and guarded
+construction      from arguments to connected replicas         shutdown        the end of a worker
+parameters        the trainable parameters, their changes      module_hooks    state dicts saved and loaded during a run
+averages          means of tensors over workers                mean            the replica as the mean, and its own values
+consistency       calls of all workers, the same error on all  cadence         rounds in which such calls are due
+snapshot          the whole state at a step boundary           host_copies     copies of tensors in memory that is kept
+optimizer_state   optimizers' state by parameter name          optimizer_guards  mistakes with optimizers
+shared_statistics what optimizers average with parameters      uneven          uneven numbers of batches
+shards            replicas of several workers (DTensor)        mates           the other workers of such a replica
+state_server      gives its state to a process that joins      state_receiver  gets it from a member
+transfer          a state in chunks, and their messages
 """

@@ -38,11 +38,9 @@ def average_(control: Control, tensors: Sequence[Tensor], counts: bool | None = 
         counts: whether the mean is also one of this worker's values; None on all workers: it is one of all.
     """
     distances = []
-    for chunk in _chunks(tensors):
-        mean = _mean(control, chunk, counts)
-        for tensor, averaged in zip(chunk, _split(mean, chunk), strict=True):
-            distances.append(_square(tensor, averaged))
-            tensor.copy_(averaged)
+    for tensor, mean in _means(control, tensors, counts):
+        distances.append(_square(tensor, mean))
+        tensor.copy_(mean)
     return distances
 
 
@@ -52,11 +50,7 @@ def squared_distance(control: Control, tensors: Sequence[Tensor], counts: bool |
     Args:
         counts: as for ``average_``.
     """
-    total = 0.0
-    for chunk in _chunks(tensors):
-        mean = _mean(control, chunk, counts)
-        total += sum(float(_square(t, averaged)) for t, averaged in zip(chunk, _split(mean, chunk), strict=True))
-    return total
+    return sum(float(_square(tensor, mean)) for tensor, mean in _means(control, tensors, counts))
 
 
 def broadcast_(control: Control, tensors: Sequence[Tensor]) -> None:
@@ -64,7 +58,7 @@ def broadcast_(control: Control, tensors: Sequence[Tensor]) -> None:
     for chunk in _chunks(differing(control, tensors)):
         flat = _flatten(chunk)
         control.broadcast(flat)
-        for tensor, value in zip(chunk, _split(flat, chunk), strict=True):
+        for tensor, value in _split(flat, chunk):
             tensor.copy_(value)
 
 
@@ -101,6 +95,12 @@ def _flatten(chunk: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
 
 
+def _means(control: Control, tensors: Sequence[Tensor], counts: bool | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields each tensor with its mean over workers."""
+    for chunk in _chunks(tensors):
+        yield from _split(_mean(control, chunk, counts), chunk)
+
+
 def _mean(control: Control, chunk: Sequence[Tensor], counts: bool | None) -> Tensor:
     flat = _flatten(chunk)
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
@@ -117,9 +117,9 @@ def _mean(control: Control, chunk: Sequence[Tensor], counts: bool | None) -> Ten
     return flat[:-1] / flat[-1]
 
 
-def _split(flat: Tensor, chunk: Sequence[Tensor]) -> list[Tensor]:
+def _split(flat: Tensor, chunk: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     parts = torch.split(flat, [tensor.numel() for tensor in chunk])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, chunk, strict=True)]
+    return ((tensor, part.view(tensor.shape)) for part, tensor in zip(parts, chunk, strict=True))
 
 
 def _square(tensor: Tensor, mean: Tensor) -> Tensor:

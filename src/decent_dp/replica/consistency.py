@@ -1,9 +1,12 @@
-"""Consistency checks between workers: an error on one worker is raised on all, with the same text."""
+"""Calls of all workers, and checks between them: an error on one worker is raised on all, with the same text."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -11,9 +14,9 @@ from torch import Tensor, nn
 
 from decent_dp import errors
 from decent_dp.engine.layout import TensorSpec
-from decent_dp.replica.options import first_difference
+from decent_dp.replica.optimizer_guards import first_difference
 from decent_dp.replica.shards import placement
-from decent_dp.transport import Control
+from decent_dp.transport import Control, Transport
 
 __all__ = [
     "among_the_same",
@@ -26,6 +29,8 @@ __all__ = [
     "gather_by_rank",
     "model_signature",
     "tensor_sizes",
+    "texts_of",
+    "wait_for_all",
     "worker_counts",
 ]
 
@@ -39,13 +44,26 @@ _SHARED_TYPES: dict[str, type[Exception]] = {
 
 def call_on_all(control: Control, attempt: Callable[[], T]) -> T:
     """Calls ``attempt`` on every worker and returns its value. If it fails on one of them, all raise the same error."""
-    value, failure = _try(attempt)
+    found: list[T] = []
+    failure: Exception | None = None
     try:
-        _raise_on_all(control, failure)
+        try:
+            found.append(attempt())
+        except errors.PeerError:
+            raise  # there is no complete set of workers to report to
+        except Exception as error:
+            failure = error
+        own = None if failure is None else [type(failure).__name__, errors.shortened(str(failure))]
+        outcomes = control.gather(own)
+        failed = [(rank, outcome) for rank, outcome in zip(control.ranks, outcomes, strict=True) if outcome is not None]
+        if failure is not None and all(outcome == own for outcome in outcomes):
+            raise failure
+        if failed:
+            rank, (kind, text) = failed[0]
+            raise error_of_worker(kind, text, f"worker {rank}") from failure
     finally:
         del failure  # a reference cycle with this frame would keep connections alive that are to be closed
-    assert value is not None
-    return value[0]
+    return found[0]
 
 
 def check_consistency(control: Control, rank: int, attempt: Callable[[], tuple[T, dict[str, Any]]]) -> T:
@@ -57,16 +75,10 @@ def check_consistency(control: Control, rank: int, attempt: Callable[[], tuple[T
     Raises:
         DisagreementError: on all workers; names the first difference from worker 0.
     """
-    found, failure = _try(attempt)
-    reference = broadcast_object(control, rank, found[0][1] if found is not None else None)
-    if found is not None and reference is not None:
-        _, failure = _try(lambda: compare(reference, json.loads(json.dumps(found[0][1])), rank))
-    try:
-        _raise_on_all(control, failure)
-    finally:
-        del failure
-    assert found is not None
-    return found[0][0]
+    value, signature = call_on_all(control, attempt)
+    reference = broadcast_object(control, rank, signature)
+    call_on_all(control, lambda: compare(reference, json.loads(json.dumps(signature)), rank))
+    return value
 
 
 def broadcast_object(control: Control, rank: int, message: Any) -> Any:
@@ -116,6 +128,42 @@ def among_the_same(control: Control, call: Callable[[], T]) -> T:
         result = call()
         if control.ranks == ranks:
             return result
+
+
+def wait_for_all(
+    transport: Transport, name: str, agreed: Future[Mapping[int, str]], timeout: float, what: str, late: str
+) -> Mapping[int, str]:
+    """Waits until all workers have contributed to an agreement; where faults are tolerated, all that live.
+
+    Args:
+        name, agreed: of the agreement.
+        timeout: in seconds.
+        what: as of ``Transport.agree``.
+        late: a worker's failure to contribute in time, as the predicate of a sentence, for the error.
+
+    Returns:
+        The texts, by rank.
+
+    Raises:
+        PeerLostError: a worker is gone, and faults are not tolerated; or the others have gone on without this one.
+        PeerTimeoutError: workers have not contributed within the timeout; names them.
+    """
+    futures.wait([agreed], timeout)
+    if not agreed.done():
+        missing = transport.missing(name)
+        some = f"worker{'s' if len(missing) != 1 else ''} {', '.join(map(str, missing))}" if missing else "one of the workers"
+        raise errors.PeerTimeoutError(f"{some} {late}")
+    return texts_of(transport, agreed, what)
+
+
+def texts_of(transport: Transport, agreed: Future[Mapping[int, str]], what: str) -> Mapping[int, str]:
+    """The result of an agreement that has one. Raises PeerLostError as ``wait_for_all``."""
+    texts = agreed.result()
+    if transport.rank not in texts:
+        raise errors.PeerLostError(
+            f"the others took worker {transport.rank} for gone, and agreed on {what} without it: end this process."
+        )
+    return texts
 
 
 def check_same_call(control: Control, round_: int, factor: float, what: str, *, same_round: bool = True) -> list[int]:
@@ -185,58 +233,30 @@ def tensor_sizes(model: nn.Module) -> list[int]:
     return [tensor.nbytes for tensor in (*model.parameters(), *model.buffers())]
 
 
-def _try(attempt: Callable[[], T]) -> tuple[tuple[T] | None, Exception | None]:
-    try:
-        return (attempt(),), None
-    except errors.PeerError:
-        raise  # there is no complete set of workers to report to
-    except Exception as error:
-        return None, error
-
-
-def _raise_on_all(control: Control, failure: Exception | None) -> None:
-    own = None if failure is None else [type(failure).__name__, errors.shortened(str(failure))]
-    outcomes = control.gather(own)
-    failed = [(rank, outcome) for rank, outcome in zip(control.ranks, outcomes, strict=True) if outcome is not None]
-    if not failed:
-        return
-    rank, (kind, text) = failed[0]
-    if failure is not None and all(outcome == own for outcome in outcomes):
-        try:
-            raise failure
-        finally:
-            del failure
-    raise error_of_worker(kind, text, f"worker {rank}") from failure
-
-
 def compare(reference: Mapping[str, Any], own: Mapping[str, Any], rank: int) -> None:
     """Raises DisagreementError with the first difference between the signature of worker 0 and that of this worker."""
-    for i, (theirs, ours) in enumerate(_pairs(reference.get("model", []), own.get("model", []))):
+    for i, (theirs, ours) in enumerate(zip_longest(reference.get("model", []), own.get("model", []))):
         if theirs != ours:
             raise errors.DisagreementError(
                 f"the models differ between workers, first in tensor {i}: worker 0 has {_describe(theirs)}, worker {rank} "
                 f"has {_describe(ours)}. Build the same model on every worker."
             )
+    for what, key, theirs, ours in _differences(reference, own):
+        raise errors.DisagreementError(
+            f"{what} between workers: {key} is {theirs!r} on worker 0 and {ours!r} on worker {rank}. Pass the same arguments "
+            "on every worker."
+        )
+
+
+def _differences(reference: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[tuple[str, object, Any, Any]]:
     for part, verb in (("topology", "differs"), ("settings", "differ")):
         theirs, ours = reference.get(part, {}), own.get(part, {})
         for key in sorted({*theirs, *ours}):
             if theirs.get(key) != ours.get(key):
-                raise _disagreement(f"the {part} {verb}", key, theirs.get(key), ours.get(key), rank)
+                yield f"the {part} {verb}", key, theirs.get(key), ours.get(key)
     found = first_difference(reference.get("optimizers", {}), own.get("optimizers", {}))
     if found is not None:
-        raise _disagreement("the optimizers differ", found, found.theirs, found.ours, rank)
-
-
-def _disagreement(what: str, key: object, theirs: Any, ours: Any, rank: int) -> errors.DisagreementError:
-    return errors.DisagreementError(
-        f"{what} between workers: {key} is {theirs!r} on worker 0 and {ours!r} on worker {rank}. Pass the same arguments on "
-        "every worker."
-    )
-
-
-def _pairs(theirs: Sequence[Any], ours: Sequence[Any]) -> list[tuple[Any, Any]]:
-    size = max(len(theirs), len(ours))
-    return [(theirs[i] if i < len(theirs) else None, ours[i] if i < len(ours) else None) for i in range(size)]
+        yield "the optimizers differ", found, found.theirs, found.ours
 
 
 def _describe(entry: list[Any] | None) -> str:

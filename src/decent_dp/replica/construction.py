@@ -3,39 +3,67 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import nn
 
+from decent_dp._checks import check_integer, check_number
 from decent_dp.compression import check_compression
 from decent_dp.engine import fit_rule
 from decent_dp.faults import Tolerate, most_workers
-from decent_dp.membership import EpochStore
+from decent_dp.membership import Epochs, EpochStore, MembershipMonitor
 from decent_dp.membership.runs import register
+from decent_dp.optim.statistics import SharesStatistics
 from decent_dp.replica.averages import broadcast_, control_of_part
 from decent_dp.replica.consistency import call_on_all, check_consistency, compare, model_signature
-from decent_dp.replica.devices import gpus_of, refuse_wrong_device, warn_of_shared_gpus
-from decent_dp.replica.options import Options, warn_of_rates
-from decent_dp.replica.settings import Settings
+from decent_dp.replica.optimizer_guards import Options, warn_of_rates
 from decent_dp.replica.shards import assign_replicas, is_sharded, local
-from decent_dp.replica.shutdown import closed_on_error
-from decent_dp.replica.statistics import refuse_isolated
+from decent_dp.replica.shared_statistics import refuse_isolated
 from decent_dp.rules import DriftCorrection, Rule
 from decent_dp.rules.base import rule_settings
 from decent_dp.topo import Edge, Topology, TopologyReg, make_topology
 from decent_dp.topo.epochs import EpochTopology
 from decent_dp.topo.holes import check_pairs
 from decent_dp.topo.registry import why_unfit
-from decent_dp.transport import Neighbours, NewcomerTransport, Replicas, Transport
+from decent_dp.transport import NewcomerTransport, Replicas, Transport
 
-__all__ = ["Agreement", "Arguments", "connect_replicas"]
+__all__ = ["Agreement", "Arguments", "Settings", "connect_replicas", "workers_per_node"]
+
+_log = logging.getLogger(__name__)
 
 # Rounds whose edges are connected at construction. Later ones connect at their first exchange.
 _PREPARED_ROUNDS = 64
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings that must be equal on all workers. Raises ValueError or TypeError that names the argument and its value."""
+
+    bucket_size_in_mb: float
+    overlap: bool
+    scaled: bool
+    compression: str | None
+    mix_every: int
+    grad_clip_norm: float = 0.0
+    sync_buffer_in_global_avg: bool = True
+
+    def __post_init__(self) -> None:
+        check_number("grad_clip_norm", self.grad_clip_norm, "0.0 (no clipping) or a positive norm", at_least=0.0)
+        check_number(
+            "bucket_size_in_mb", self.bucket_size_in_mb, "a number of MiB, or 0 (one bucket per parameter)", at_least=0.0
+        )
+        check_integer("mix_every", self.mix_every, 1, "updates")
+
+    def signature(self) -> dict[str, Any]:
+        plain = {k: v if isinstance(v, (bool, str, NoneType)) else float(v) for k, v in asdict(self).items()}
+        return {**plain, "mix_every": int(self.mix_every)}
 
 
 @dataclass(frozen=True)
@@ -47,7 +75,7 @@ class Arguments:
         more: further settings (JSON) that must be equal on all workers.
         mesh: the workers that hold this replica (``describe_mesh``); None if this worker holds all of it.
         options: of the optimizers, as far as they exist.
-        sharing: the class of an optimizer whose statistics are averaged; '' for none.
+        sharing: the optimizers whose statistics are averaged.
         faults: how faults are tolerated; None: they are errors.
     """
 
@@ -58,7 +86,7 @@ class Arguments:
     more: Mapping[str, Any] = field(default_factory=dict)
     mesh: dict[str, Any] | None = None
     options: Options = field(default_factory=Options)
-    sharing: str = ""
+    sharing: Sequence[SharesStatistics] = ()
     faults: Tolerate | None = None
 
 
@@ -70,8 +98,7 @@ class Agreement:
         topology: its ranks are numbers of replicas.
         replicas: the workers of each replica.
         peers: connects the workers that hold the same part of each replica; its ranks are numbers of replicas.
-        faults, neighbours: where faults are tolerated.
-        epochs: what the run keeps in the store, if processes can join it.
+        monitor: the other workers, where faults are tolerated.
     """
 
     settings: Settings
@@ -79,9 +106,7 @@ class Agreement:
     rule: Rule
     replicas: Replicas
     peers: Transport
-    faults: Tolerate | None = None
-    neighbours: Neighbours | None = None
-    epochs: EpochStore | None = None
+    monitor: MembershipMonitor | None = None
 
 
 def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check: Callable[[], Arguments]) -> Agreement:
@@ -90,30 +115,25 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
 
     Args:
         transport: of all workers.
-        owned: close the transport if this fails.
+        owned: whether it is of this replica alone, which trains in this process.
         check: returns the arguments; raises ValueError or TypeError if one is wrong.
 
     Raises:
         ValueError, TypeError: from ``check``, or arguments differ between workers; the same error on all workers.
     """
 
-    def attempt() -> tuple[Agreement, dict[str, Any]]:
+    def attempt() -> tuple[tuple[Agreement, EpochStore | None], dict[str, Any]]:
         local_world_size = replicas.peers_on_node(transport.rank, given.local_world_size)
         made = _topology_of_replicas(given.topology, local_world_size, peers, replicas)
-        if given.sharing:
-            refuse_isolated(given.sharing, made)
+        refuse_isolated(given.sharing, made)
         narrow = any(param.itemsize < 4 for param in model.parameters())
         if given.faults is not None:
-            _refuse_intolerant(made, given.rule)
-            make, most = _maker(given.topology, local_world_size), most_workers(given.faults) // replicas.shards
-            if make is not None:
-                _refuse_unfit_later(given, make, peers.world_size, most, narrow=narrow)
-            made = _with_epochs(made, make, most, peers.rank)
+            made = _tolerant(made, given, local_world_size, peers.rank, replicas.shards, narrow=narrow)
         # Called on the class, because a subclass may have an attribute named `every`.
         mixing = Topology.every(made, given.settings.mix_every)
         rule = fit_rule(given.rule, check_compression(given.settings.compression), mixing, narrow=narrow)
         faults = None if given.faults is None else given.faults.signature()
-        shared: Mapping[str, Any] = {
+        shared: dict[str, Any] = {
             "model": model_signature(model),
             "topology": made.fingerprint(),
             "settings": {
@@ -127,32 +147,29 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         }
         if isinstance(transport, NewcomerTransport):
             compare(transport.signature, json.loads(json.dumps(shared)), transport.rank)
-        epochs = _open_store(transport, mixing, given.faults, shared)
-        return Agreement(given.settings, mixing, rule, replicas, peers, given.faults, epochs=epochs), dict(shared)
+        store = _open_store(transport, mixing, given.faults, shared)
+        return (Agreement(given.settings, mixing, rule, replicas, peers), store), shared
 
     def check_all() -> Arguments:
         checked = check()
-        refuse_wrong_device(model, transport)
+        _refuse_wrong_device(model, transport)
         if joins and checked.faults is None:
             raise ValueError("a process that joins a run needs faults=decent_dp.Tolerate(...), as on the other workers.")
         return checked
 
     joins = isinstance(transport, NewcomerTransport)
-    with closed_on_error(transport, owned or joins), torch.no_grad():
+    with torch.no_grad():
         given = call_on_all(transport.control, check_all)
         if isinstance(transport, NewcomerTransport):
             replicas = _replicas_of_run(transport, given.mesh)
         else:
             replicas = assign_replicas(transport.control.gather(given.mesh))
         peers = _peers_of(transport, replicas, given.faults)
-        agreed = check_consistency(transport.control, transport.rank, attempt)
-        if agreed.faults is not None:
-            agreed = replace(agreed, neighbours=peers.tolerate(agreed.faults))
+        agreed, store = check_consistency(transport.control, transport.rank, attempt)
+        neighbours = None if given.faults is None else peers.tolerate(given.faults)
         tensors = [*model.parameters(), *model.buffers()]
-        if replicas.shards > 1:
-            broadcast_(
-                control_of_part(transport.control, replicas, transport.rank), list(map(local, filter(is_sharded, tensors)))
-            )
+        part = control_of_part(transport.control, replicas, transport.rank)
+        broadcast_(part, list(map(local, filter(is_sharded, tensors))))
         broadcast_(transport.control, [tensor for tensor in tensors if not is_sharded(tensor)])
         peers.prepare(agreed.topology._edges_ahead(_PREPARED_ROUNDS))
         if replicas.shards > 1:
@@ -160,8 +177,15 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         # This gather comes last, so that a worker that exits right away is still there for all collectives before it.
         rates, gpus = zip(*transport.control.gather([given.options.rates, gpus_of(model) if owned else []]), strict=True)
         warn_of_rates(rates)
-        warn_of_shared_gpus(gpus, transport.control.ranks.index(transport.rank))
-    return agreed
+        _warn_of_shared_gpus(gpus, transport.control.ranks.index(transport.rank))
+    if neighbours is None or given.faults is None:
+        return agreed
+    epochs = None
+    if isinstance(agreed.topology, EpochTopology) and store is not None:
+        incarnation = transport.incarnation if isinstance(transport, NewcomerTransport) else 0
+        rank, n = transport.rank, transport.world_size
+        epochs = Epochs(rank, n, neighbours, agreed.topology, store, incarnation, replicas)
+    return replace(agreed, monitor=MembershipMonitor(transport, neighbours, given.faults, replicas, epochs))
 
 
 def _open_store(
@@ -181,35 +205,35 @@ def _open_store(
     return epochs
 
 
-def _maker(topology: object, local_world_size: int) -> Callable[[int], Topology] | None:
-    """What makes this topology for other numbers of workers; None if it cannot be made for others."""
-    if isinstance(topology, str) and topology in TopologyReg.registry:
-        return partial(_for_members, topology, local_world_size)
-    return None
+def _tolerant(made: Topology, given: Arguments, local_world_size: int, rank: int, shards: int, *, narrow: bool) -> Topology:
+    """The topology ``made``, such that it can be rebuilt for other numbers of replicas.
 
-
-def _with_epochs(made: Topology, make: Callable[[int], Topology] | None, most: int, rank: int) -> Topology:
-    """The topology ``made``, such that it can be rebuilt for up to ``most`` workers."""
-    n = made.world_size
-    if make is not None:
-        return EpochTopology(make, world_size=max(n, most), rank=rank, members=n)
-    if most > n:
+    Raises:
+        ValueError: faults cannot be tolerated with it or with the rule, or the rule does not work with as many replicas as
+            one or two deaths leave, or may come.
+    """
+    check_pairs(made, "faults=Tolerate(...)")
+    if isinstance(given.rule, DriftCorrection):
         raise ValueError(
-            f"faults=Tolerate(max_workers={most}) with {n} workers needs a topology that can be rebuilt for "
-            f"more: give it by name, such as 'base-2', instead of {made!r}."
+            "faults=Tolerate(...) does not go with DriftCorrection: without a worker the corrections of the others no longer "
+            "add up to zero, and their mean would drift. Use another rule, or leave faults out."
         )
-    return made
-
-
-def _refuse_unfit_later(given: Arguments, make: Callable[[int], Topology], n: int, most: int, *, narrow: bool) -> None:
-    """Raises ValueError if the rule does not work with as many workers as one or two deaths leave, or may come."""
-    compression = check_compression(given.settings.compression)
+    n, most = made.world_size, most_workers(given.faults) // shards
+    if not isinstance(given.topology, str) or given.topology not in TopologyReg.registry:
+        if most > n:
+            raise ValueError(
+                f"faults=Tolerate(max_workers={most}) with {n} workers needs a topology that can be rebuilt for "
+                f"more: give it by name, such as 'base-2', instead of {made!r}."
+            )
+        return made
+    make = partial(_for_members, given.topology, local_world_size)
     for count in sorted({n - 2, n - 1, most} & set(range(2, max(n, most + 1)))):
         topology = Topology.every(make(count), given.settings.mix_every)
         try:
-            fit_rule(given.rule, compression, topology, narrow=narrow)
+            fit_rule(given.rule, check_compression(given.settings.compression), topology, narrow=narrow)
         except ValueError as error:
             raise ValueError(f"with {count} workers, which faults={given.faults} allows: {error}") from error
+    return EpochTopology(make, world_size=max(n, most), rank=rank, members=n)
 
 
 def _for_members(name: str, local_world_size: int, count: int) -> Topology:
@@ -270,11 +294,57 @@ def _replicas_of_run(transport: NewcomerTransport, mesh: Mapping[str, Any] | Non
     return replicas
 
 
-def _refuse_intolerant(topology: Topology, rule: Rule) -> None:
-    """Raises ValueError if faults cannot be tolerated with this topology or rule."""
-    check_pairs(topology, "faults=Tolerate(...)")
-    if isinstance(rule, DriftCorrection):
+def workers_per_node(name: str, given: Any) -> int:
+    """Returns the value of the argument ``name`` if given, else the launcher's ``LOCAL_WORLD_SIZE``, else 1."""
+    source, value = name, given
+    if value is None:
+        source, value = "the environment variable LOCAL_WORLD_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")
+    try:
+        if isinstance(value, (bool, float)):
+            raise ValueError
+        number = int(value)
+    except (TypeError, ValueError):
+        number = 0
+    if number < 1:
+        raise ValueError(f"{source} must be a whole number of workers per node, at least 1, got {value!r}")
+    return number
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------------
+
+
+def _refuse_wrong_device(model: nn.Module, transport: Transport) -> None:
+    """Raises ValueError for a model on the CPU and a process group of NCCL, which is for GPUs.
+
+    It would train, on the CPU: exchanges need no process group. The mistake is a missing ``.to("cuda")``.
+    """
+    # FSDP keeps shards on the CPU if it is told to.
+    on_cpu = all(param.device.type == "cpu" and not is_sharded(param) for param in model.parameters())
+    if transport.only_cuda and on_cpu:
         raise ValueError(
-            "faults=Tolerate(...) does not go with DriftCorrection: without a worker the corrections of the others no longer "
-            "add up to zero, and their mean would drift. Use another rule, or leave faults out."
+            "the model is on the CPU, and the process group's backend is NCCL, which is for GPUs: move the model before this "
+            "call, with model.to('cuda') after initialize_dist() or torch.cuda.set_device(LOCAL_RANK). To train on the CPU, "
+            "make the process group with backend='gloo'."
         )
+
+
+def gpus_of(model: nn.Module) -> list[str]:
+    """Returns the ids of the GPUs that parameters are on: the same in all processes, whatever is visible to each."""
+    devices = {param.device for param in model.parameters() if param.device.type == "cuda"}
+    return sorted({str(torch.cuda.get_device_properties(device).uuid) for device in devices})
+
+
+def _warn_of_shared_gpus(gpus: Sequence[Sequence[str]], rank: int) -> None:
+    """Logs a warning for GPUs that several workers have their models on, on the first of these workers.
+
+    Args:
+        gpus: ``gpus_of``, by rank.
+    """
+    for gpu in gpus[rank]:
+        ranks = [other for other, own in enumerate(gpus) if gpu in own]
+        if len(ranks) > 1 and ranks[0] == rank:
+            _log.warning(
+                "the models of workers %s are on one GPU, whose memory and time they share. If each has a GPU of its own, move "
+                "the model to it: model.to('cuda') after initialize_dist(), not 'cuda:0'.",
+                ", ".join(map(str, ranks)),
+            )

@@ -24,8 +24,8 @@ import torch
 
 from decent_dp.errors import PeerError, PeerLostError
 from decent_dp.membership import MembershipMonitor
+from decent_dp.replica.consistency import wait_for_all
 from decent_dp.replica.shards import param_groups_of
-from decent_dp.replica.waiting import wait_for_all
 from decent_dp.transport import Replicas, Transport
 from decent_dp.transport.waiter import start_thread
 

@@ -1,38 +1,183 @@
-"""Backup of a replica's own values while its parameters are a mean."""
+"""The mean of the replicas, and each replica's own values while its tensors are the mean."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from decent_dp.replica.shards import local
+from decent_dp.compression import all_finite
+from decent_dp.errors import NonFiniteError
+from decent_dp.membership import MembershipMonitor
+from decent_dp.replica.averages import average_, control_of_part, squared_distance
+from decent_dp.replica.consistency import among_the_same
+from decent_dp.replica.mates import Mates
+from decent_dp.replica.parameters import Parameters
+from decent_dp.replica.shards import holds_first_copy, is_sharded, local
+from decent_dp.transport import Control, Replicas, Transport
 
 __all__ = ["Mean"]
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class Mean:
-    """Keeps a replica's own values while its tensors are a mean. For a DTensor, this is the local part.
+    """Makes a replica the mean of all, and keeps its own values meanwhile. For a DTensor, this is the local part.
+
+    Where faults are tolerated, the mean is that of the finite replicas.
 
     Args:
-        locate: called before tensors are read or written; it updates their storage.
+        world: connects all workers.
+        monitor: None where faults are not tolerated.
 
     Attributes:
         backup: pairs (tensor, own value) while tensors have other values; None otherwise.
         scoped: whether the end of a with-block restores the backup.
-        reverted: whether the last ``revert`` was not followed by another mean, so that one more would have nothing to do.
     """
 
-    def __init__(self, locate: Callable[[], object]) -> None:
-        self._locate = locate
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Parameters,
+        world: Transport,
+        replicas: Replicas,
+        monitor: MembershipMonitor | None,
+        mates: Mates,
+    ) -> None:
+        self._model, self._parameters = model, parameters
+        self._world, self._replicas, self._monitor, self._mates = world, replicas, monitor, mates
         self.backup: list[tuple[Tensor, Tensor]] | None = None
         self.scoped = False
-        self.reverted = False
+
+    # -- of all replicas ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def check_finite(
+        self, what: str, averaged: Sequence[Tensor] = (), params: Sequence[Tensor] | None = None, *, buffers: bool = True
+    ) -> bool:
+        """Checks, before a mean over the replicas, that it will be finite. Called by all workers.
+
+        Args:
+            what: the name of the user's call.
+            averaged: the buffers that take part. Infinities are allowed in them (a best loss so far), and so is a NaN that
+                all workers have.
+            params: the tensors that take part in place of the parameters; None for the parameters.
+            buffers: whether this worker uses the means of buffers.
+
+        Returns:
+            Whether this worker's replica is part of the mean.
+
+        Raises:
+            NonFiniteError: a replica holds a NaN or an infinity, or a buffer a NaN; on all workers. Where faults are
+                tolerated: each one does.
+        """
+        control, params = self._world.control, self._parameters.locate() if params is None else params
+        chosen = set(map(id, averaged))
+        named = [(name, local(buffer)) for name, buffer in self._model.named_buffers() if id(buffer) in chosen]
+        param = next(
+            (name for name, t in zip(self._parameters.names, params, strict=False) if not all_finite(t.detach())), None
+        )
+        found = control.gather([param, [name for name, t in named if bool(t.isnan().any())], buffers])
+        everywhere = set.intersection(*(set(names) for _, names, _ in found))
+        uses_buffers = any(used for _, _, used in found)
+        problems: dict[int, str] = {}
+        for rank, (name, names, _) in zip(control.ranks, found, strict=True):
+            culprit = next((name for name in names if name not in everywhere), None)
+            if name is not None:
+                problems[rank] = (
+                    f"{what} needs the mean of all replicas, and parameter '{name}' of worker {rank} holds a NaN or an "
+                    "infinity: a batch, a loss or a gradient was not finite there. Start the workers again from the last "
+                    "checkpoint."
+                )
+            elif culprit is not None and uses_buffers:
+                problems[rank] = (
+                    f"{what} needs the mean of all replicas, and buffer '{culprit}' of worker {rank} holds a NaN: reset it "
+                    "there, as BatchNorm's reset_running_stats() does, or leave buffers out (averaged(buffers=False) of "
+                    "gossip(), sync_buffer_in_global_avg=False of the wrapper)."
+                )
+        number_of = {rank: self._replicas.place_of(rank)[0] for rank in control.ranks}
+        bad = {number_of[rank] for rank in problems}
+        if problems and (self._monitor is None or bad == {*number_of.values()}):
+            raise NonFiniteError(next(iter(problems.values())))
+        if problems:
+            _log.warning("%s is without the replicas of workers %s, which hold a NaN or an infinity", what, list(problems))
+        return number_of[self._world.rank] not in bad
+
+    @torch.no_grad()
+    def average_(self, buffers: Sequence[Tensor], counts: bool, params: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Replaces parameters and ``buffers`` by their means; returns the squared distances of the old parameters to theirs.
+
+        Parts and sharded buffers are averaged over replicas. Each worker has its own copy of any other buffer, so those are
+        averaged over all workers.
+
+        Args:
+            counts: as ``check_finite`` returns it.
+            params: parts of tensors that take part in place of the parameters; None for the parameters.
+        """
+        params = self._parameters.locate() if params is None else params
+        parts = [*params, *(local(buffer) for buffer in buffers if is_sharded(buffer))]
+        tensors = [*parts, *(buffer for buffer in buffers if not is_sharded(buffer))]
+
+        def average(tensors: Sequence[Tensor], counts: bool | None) -> list[Tensor]:
+            distances = average_(self._control_of_part(), tensors[: len(parts)], counts)
+            average_(self._world.control, tensors[len(parts) :], counts)
+            return distances[: len(params)]
+
+        def average_copies() -> tuple[list[Tensor], list[Tensor]]:
+            copies = [tensor.clone() for tensor in tensors]
+            return copies, average(copies, counts)
+
+        if self._monitor is None:
+            return average(tensors, None)
+        copies, distances = self._among_whole_replicas(average_copies)
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.copy_(copy)
+        return distances
+
+    @torch.no_grad()
+    def mean_square_distance(self) -> float:
+        """The mean, over replicas, of the squared L2 distance of the parameters to their mean."""
+        control, replicas = self._world.control, self._replicas
+        pairs = zip(self._parameters.params, self._parameters.locate(), strict=True)
+        # Parts that a replica holds several times count once.
+        parts = [part.detach() for param, part in pairs if holds_first_copy(param)]
+        is_finite = None if self._monitor is None else all(map(all_finite, parts))
+        mates = replicas.workers_of(replicas.place_of(self._world.rank)[0])
+
+        def gather() -> list[float | None]:
+            counts = None
+            if is_finite is not None:
+                found = dict(zip(control.ranks, control.gather(is_finite), strict=True))
+                counts = all(found.get(rank, False) for rank in mates)
+                if not any(all(found[rank] for rank in replicas.workers_of(number)) for number in replicas.whole(found)):
+                    return []
+            square = squared_distance(self._control_of_part(), parts, counts)
+            return control.gather(None if counts is False else square)
+
+        squares = [square for square in self._among_whole_replicas(gather) if square is not None]
+        return sum(squares) * replicas.shards / len(squares) if squares else float("nan")
+
+    def _control_of_part(self) -> Control:
+        return control_of_part(self._world.control, self._replicas, self._world.rank)
+
+    def _among_whole_replicas(self, call: Callable[[], T]) -> T:
+        """As ``among_the_same``, for means of parts (``control_of_part``): all parts are of the same replicas."""
+        control = self._world.control
+        while True:
+            ranks, result = control.ranks, among_the_same(control, call)
+            if self._replicas.shards > 1:
+                control.gather(None)  # who was lost in the mean of another part?
+                self._mates.wait_for_whole_replicas()
+            if control.ranks == ranks:
+                return result
+
+    # -- the replica's own values -------------------------------------------------------------------------------------
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Backs up ``tensors``, unless there is a backup already."""
@@ -41,23 +186,11 @@ class Mean:
 
     @torch.no_grad()
     def revert(self) -> None:
-        """Restores the replica's own values. Does nothing if it has them because they were restored before.
-
-        Raises:
-            RuntimeError: there is no backup.
-        """
-        if self.backup is None and self.reverted:
-            _log.warning("revert_global_avg() was called again without a global_avg() in between: it did nothing.")
-            return
-        if self.backup is None:
-            raise RuntimeError(
-                "there is nothing to revert: call global_avg() (with will_revert=True) first. An update or a load after it "
-                "drops the backup."
-            )
-        self._locate()
-        for tensor, value in self.backup:
+        """Restores the replica's own values."""
+        self._parameters.locate()
+        for tensor, value in self.backup or ():
             local(tensor).copy_(value)
-        self.backup, self.reverted = None, True
+        self.backup = None
 
     def release(self, tensors: Iterable[Tensor]) -> None:
         """Removes ``tensors`` from the backup: they have got new values."""
@@ -75,7 +208,7 @@ class Mean:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        self._locate()
+        self._parameters.locate()
         for tensor, value in self.backup or ():
             present = local(tensor).clone()
             local(tensor).copy_(value)
@@ -99,12 +232,12 @@ class Mean:
             if self.backup is not None:
                 kept = {id(tensor) for tensor, _ in self.backup}
                 self.backup = None if outer is None else [pair for pair in outer if id(pair[0]) in kept]
-                self._locate()
+                self._parameters.locate()
                 with torch.no_grad():
                     for tensor, value in before:
                         if id(tensor) in kept:
                             local(tensor).copy_(value)
 
     def _copies(self, tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        self._locate()
+        self._parameters.locate()
         return [(tensor, local(tensor).detach().clone()) for tensor in tensors]

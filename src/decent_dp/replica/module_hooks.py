@@ -4,62 +4,95 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Hooked", "ModuleHooks", "called_first", "copy_values", "insert_module", "state_names", "strip_prefix"]
+__all__ = ["HookedModel", "called_first", "state_names"]
 
 _log = logging.getLogger(__name__)
 
-# Prefixes of names in state dicts of wrappers: of an earlier decent_dp, and of PyTorch DDP.
-_PREFIXES = ("_model.", "module.")
 
+class HookedModel(ABC):
+    """Follows the saves and loads of a model, and refuses PyTorch DDP around it. The hooks refer to this object weakly.
 
-class Hooked(Protocol):
-    """The receiver of a model's saves and loads."""
+    Attributes:
+        hooks: the handles of all hooks, also of those that subclasses add.
+    """
 
-    model: nn.Module
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        # A state dict without a key of the model: the place of the model in it, and the names that it has there.
+        self._unfit: tuple[str, list[str]] | None = None
+        self.hooks: list[Any] = []
+        me, modules = weakref.ref(self), list(model.modules())
+        known = frozenset(map(id, modules))
+        module: Any  # torch does not type the hooks
+        for module in modules:
+            self.hooks += [
+                module.register_state_dict_pre_hook(_Hook(me, known, lambda own, *_: own.before_save())),
+                module.register_state_dict_post_hook(_Hook(me, known, lambda own, *args: own.after_save(*args[:3]))),
+                module.register_load_state_dict_pre_hook(_Hook(me, known, HookedModel._pre_load)),
+                module.register_load_state_dict_post_hook(_Hook(me, known, HookedModel._post_load)),
+            ]
+        for module in called_first(model):
+            self.hooks.append(module.register_forward_pre_hook(_ForwardHook(me, known, _refuse_ddp)))
 
+    @abstractmethod
     def before_save(self) -> None:
         """Called before the values of a module are read."""
 
+    @abstractmethod
     def after_save(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Called when the values of ``module`` and its descendants are in ``state``, under ``prefix``."""
 
+    @abstractmethod
     def before_load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Called before ``state`` is copied into the module's own parameters; children have their own calls."""
 
+    @abstractmethod
     def after_load(self) -> None:
         """Called when a module and its descendants have been loaded."""
 
+    def _pre_load(self, module: nn.Module, state: dict[str, Any], prefix: str, local: Any, *_: Any) -> None:
+        if (local or {}).get("assign_to_params_buffers"):
+            raise ValueError(
+                "load_state_dict(assign=True) would put other tensors in the place of those that train and mix. Load with "
+                "assign=False: the values are copied into them."
+            )
+        self.before_load(module, state, prefix)
+        if module is self.model:
+            names = [key[len(prefix) :] for key in state if key.startswith(prefix)]
+            # A larger module may be loaded in parts.
+            unfit = (names or not prefix) and set(state_names(module)).isdisjoint(names)
+            self._unfit = (prefix, names) if unfit else None
 
-class ModuleHooks:
-    """The hooks on one model; they refer to their owner weakly."""
+    def _post_load(self, module: nn.Module, incompatible: Any) -> None:
+        self.after_load()
+        if module is not self.model or self._unfit is None:
+            return
+        prefix, names = self._unfit
+        # Modules may take keys by other names: those of an older version, or of what a wrapper inside the model contains.
+        if {prefix + name for name, _ in module.named_parameters()}.issubset(incompatible.missing_keys):
+            # strict=False takes it as if it had been loaded. With strict=True torch tells no hook, and raises an error.
+            _log.warning(
+                "no key of the state dict fits the model, so nothing is loaded: %s, and the model's first is %r. Keys that are "
+                "saved here have no prefix ('_model.', 'module.') that would have to be cut off.",
+                f"its first is {names[0]!r}" if names else "it is empty",
+                next(state_names(module)),
+            )
 
-    def __init__(self, model: nn.Module, owner: Hooked) -> None:
-        me = weakref.ref(owner)
-        modules: list[Any] = list(model.modules())  # torch does not type the hooks
-        known = frozenset(map(id, modules))
-        loads = _Loads()
-        self._hooks: list[Any] = []
-        for module in modules:
-            self._hooks += [
-                module.register_state_dict_pre_hook(_Hook(me, known, _before_save)),
-                module.register_state_dict_post_hook(_Hook(me, known, _after_save)),
-                module.register_load_state_dict_pre_hook(_Hook(me, known, loads.before)),
-                module.register_load_state_dict_post_hook(_Hook(me, known, loads.after)),
-            ]
-        for module in called_first(model):
-            self._hooks.append(module.register_forward_pre_hook(_ForwardHook(me, known, _refuse_ddp)))
 
-    def remove(self) -> None:
-        """Removes the hooks."""
-        for hook in self._hooks:
-            hook.remove()
+def state_names(model: nn.Module) -> Iterator[str]:
+    """Yields the names of all parameters and buffers; tied tensors have several."""
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        yield name
+    for name, _ in model.named_buffers(remove_duplicate=False):
+        yield name
 
 
 def called_first(model: nn.Module) -> Iterator[Any]:
@@ -71,56 +104,7 @@ def called_first(model: nn.Module) -> Iterator[Any]:
             yield from called_first(child)
 
 
-def _before_save(owner: Hooked, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    owner.before_save()
-
-
-def _after_save(owner: Hooked, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    owner.after_save(module, state, prefix)
-
-
-class _Loads:
-    """The hooks around loads: torch tells the first one the place of the model, and the second one what is missing."""
-
-    def __init__(self) -> None:
-        self._unfit: tuple[str, list[str]] | None = None  # the place, and the names that were given for it
-
-    def before(self, owner: Hooked, module: nn.Module, state: dict[str, Any], prefix: str, local: Any, *_: Any) -> None:
-        if (local or {}).get("assign_to_params_buffers"):
-            raise ValueError(
-                "load_state_dict(assign=True) would put other tensors in the place of those that train and mix. Load with "
-                "assign=False: the values are copied into them."
-            )
-        owner.before_load(module, state, prefix)
-        if module is owner.model:
-            names = [key[len(prefix) :] for key in state if key.startswith(prefix)]
-            # A larger module may be loaded in parts.
-            unfit = (names or not prefix) and set(state_names(module)).isdisjoint(names)
-            self._unfit = (prefix, names) if unfit else None
-
-    def after(self, owner: Hooked, module: nn.Module, incompatible: Any) -> None:
-        owner.after_load()
-        if module is owner.model and self._unfit is not None:
-            prefix, names = self._unfit
-            # Modules may take keys by other names: those of an older version, or of what a wrapper inside the model contains.
-            if {prefix + name for name, _ in module.named_parameters()}.issubset(incompatible.missing_keys):
-                _warn_that_nothing_fits(module, names)
-
-
-def _warn_that_nothing_fits(model: nn.Module, names: Sequence[str]) -> None:
-    """Logs a warning for a state dict without a key of the model, which ``strict=False`` takes as if it had been loaded.
-
-    With ``strict=True``, which torch tells no hook, torch raises an error after it.
-    """
-    _log.warning(
-        "no key of the state dict fits the model, so nothing is loaded: %s, and the model's first is %r. Keys that are "
-        "saved here have no prefix ('_model.', 'module.') that would have to be cut off.",
-        f"its first is {names[0]!r}" if names else "it is empty",
-        next(state_names(model)),
-    )
-
-
-def _refuse_ddp(owner: Hooked, module: nn.Module, *_: Any) -> None:
+def _refuse_ddp(_: HookedModel, module: nn.Module, *__: Any) -> None:
     around: nn.Module = DistributedDataParallel._active_ddp_module  # type: ignore[assignment]
     own = set(map(id, module.parameters()))
     if any(id(param) in own for param in around.parameters()):
@@ -168,59 +152,9 @@ class _ForwardHook(_Hook):
 
 
 def _no_hook() -> Callable[..., None]:
+    """The hook in a pickle: files name this function."""
     return _nothing
 
 
-def _nothing(*args: Any) -> None:
+def _nothing(*_: Any) -> None:
     return None
-
-
-# -- state dicts -----------------------------------------------------------------------------------------------------------
-
-
-def copy_values(state: dict[str, Any], prefix: str) -> None:
-    """Replaces views by copies: a view would change with the next step, and saving it would save the whole bucket."""
-    copies: dict[int, Tensor] = {}
-    for key, value in state.items():
-        # With keep_vars=True the caller has asked for the parameters themselves.
-        if key.startswith(prefix) and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            identity = value.data_ptr() if value.numel() else id(value)
-            copy = copies.get(identity)
-            if copy is None or (copy.shape, copy.stride(), copy.dtype) != (value.shape, value.stride(), value.dtype):
-                copy = copies[identity] = value.detach().clone()
-            state[key] = copy
-
-
-def strip_prefix(state: dict[str, Any], prefix: str, expected: Iterable[str], insert: str = "") -> None:
-    """Renames, in place, the keys of a state dict that a wrapper had prefixed.
-
-    Args:
-        state: the state dict; only keys that start with ``prefix`` change.
-        prefix: the place of the model in the module that is loaded.
-        expected: the model's own names. A wrapper's prefix is stripped only if none of them is present without it.
-        insert: put between ``prefix`` and the name.
-    """
-    expected = set(expected)
-    names = [key[len(prefix) :] for key in state if key.startswith(prefix)]
-    strip = ""
-    if not any(name in expected for name in names):
-        strip = next((p for p in _PREFIXES if any(n.startswith(p) and n[len(p) :] in expected for n in names)), "")
-    if not strip and not insert:
-        return
-    for name in names:
-        state[prefix + insert + name.removeprefix(strip)] = state.pop(prefix + name)
-
-
-def insert_module(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Load hook of a wrapper inside a larger module: moves the model's keys under the child ``module``, where torch looks."""
-    model = wrapper.get_submodule("module")
-    expected = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    strip_prefix(state, prefix, expected, insert="module.")
-
-
-def state_names(model: nn.Module) -> Iterator[str]:
-    """Yields the names of all parameters and buffers; tied tensors have several."""
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        yield name
-    for name, _ in model.named_buffers(remove_duplicate=False):
-        yield name

@@ -73,8 +73,9 @@ class Parameters:
                 spec.check(tensor)
         for param in self._frozen:
             if param.requires_grad:
+                name = next(name for name, own in self._at_construction.items() if own is param)
                 raise RuntimeError(
-                    f"parameter '{self._name_of(param)}' was frozen when the workers agreed on the model and requires "
+                    f"parameter '{name}' was frozen when the workers agreed on the model and requires "
                     "a gradient now. It has no bucket and would not mix: call gossip() or the wrapper after unfreezing, or "
                     "while it is unfrozen, and freeze it then."
                 )
@@ -93,9 +94,6 @@ class Parameters:
     def names_of(self, params: Iterable[Tensor]) -> list[str]:
         """Returns the names of those of ``params`` that are trainable parameters of this model."""
         return [self._names_by_id[id(param)] for param in params if id(param) in self._names_by_id]
-
-    def _name_of(self, param: nn.Parameter) -> str:
-        return next(name for name, p in self._at_construction.items() if p is param)
 
 
 def _parameters(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -11,8 +11,9 @@ import logging
 import math
 import sys
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import Any, ClassVar
 
@@ -26,27 +27,57 @@ from decent_dp.arguments import FLOAT_DTYPES
 from decent_dp.compression import check_compression
 from decent_dp.engine import Bucket, Edit, Engine
 from decent_dp.faults import Roster
-from decent_dp.membership import Epochs, MembershipMonitor
-from decent_dp.replica.averaging import average_parts_, check_finite, mean_square_distance
 from decent_dp.replica.cadence import Cadence
 from decent_dp.replica.consistency import check_same_call, gather_by_rank
 from decent_dp.replica.construction import Agreement
 from decent_dp.replica.mates import Mates
 from decent_dp.replica.mean import Mean
-from decent_dp.replica.module_hooks import ModuleHooks
+from decent_dp.replica.module_hooks import HookedModel
 from decent_dp.replica.parameters import Parameters
-from decent_dp.replica.registry import register
 from decent_dp.replica.shards import fsdp_modules
+from decent_dp.replica.shared_statistics import Statistics, tell_drifts, tell_replicas
 from decent_dp.replica.shutdown import passing_error, shut_down
-from decent_dp.replica.statistics import Statistics, tell_drifts, tell_replicas
-from decent_dp.replica.stats import Stats
 from decent_dp.replica.uneven import finish_together
-from decent_dp.topo.epochs import EpochTopology
 from decent_dp.transport import NewcomerTransport, Transport
 
-__all__ = ["Listener", "Replica"]
+__all__ = ["Listener", "Replica", "Stats"]
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters of one worker.
+
+    Attributes:
+        updates: optimizer steps taken.
+        rounds: rounds made, including those before a restart; more than ``updates`` if a scaler skipped steps, or ``join``
+            made rounds without one.
+        bytes_sent: bytes that this worker has sent for exchanges, without headers and flags.
+        grad_norm: norm of the gradients of the last update before clipping; None without ``grad_clip_norm``.
+        exchanges: finished exchanges of single buckets.
+        waited_s: seconds that the training thread has waited for exchanges.
+        rejected: blocks of parameters that were not mixed, because replicas were further apart than the compression can
+            represent.
+        nonfinite: rounds that this worker sat out, because a replica of its edge had a NaN or an infinity.
+        holes: exchanges of single buckets that were left out, because the other worker was gone, silent or much too slow;
+            0 without ``faults``.
+        one_sided: exchanges that this worker has dropped, as it could not learn whether the other one mixes them: the only
+            ones that can move the mean over the replicas.
+        reconnects: connections to other workers that were made in place of lost ones; 0 without ``faults``.
+    """
+
+    updates: int
+    rounds: int
+    bytes_sent: int
+    grad_norm: float | None
+    exchanges: int = 0
+    waited_s: float = 0.0
+    rejected: int = 0
+    nonfinite: int = 0
+    holes: int = 0
+    one_sided: int = 0
+    reconnects: int = 0
 
 
 class Listener:
@@ -65,7 +96,7 @@ class Listener:
         """Called when the replica closes, while its connections still exist."""
 
 
-class Replica(ABC):
+class Replica(HookedModel):
     """A model, its engine, and rounds.
 
     Args:
@@ -96,35 +127,30 @@ class Replica(ABC):
     # The name of the driver in snapshots, and in messages.
     KIND: ClassVar[str]
     WHAT: ClassVar[str]
+    # This driver's entries of a snapshot (``decent_dp.replica.snapshot``).
+    ENTRIES: ClassVar[frozenset[str]]
     # The expression for the model itself, for messages.
     MODEL: ClassVar[str]
     # The end of the warning about an optimizer that is not its own and steps its parameters.
     FOREIGN_STEP: ClassVar[str]
 
     def __init__(self, model: nn.Module, transport: Transport, agreed: Agreement) -> None:
-        self.model = model
         self.world, self.transport, self.replicas = transport, agreed.peers, agreed.replicas
         self.settings = agreed.settings
         self.parameters = Parameters(model)
         self.topology = agreed.topology
-        neighbours, compression = agreed.neighbours, check_compression(agreed.settings.compression)
+        compression = check_compression(agreed.settings.compression)
         self.engine = Engine(self.transport, self.topology, agreed.rule, compression, self.transport.table)
-        self.monitor: MembershipMonitor | None = None
+        self.monitor = agreed.monitor
         # Of a process that joins a run: makes it a member.
         self.before_first_round: Callable[[], None] | None = None
-        if neighbours is not None and agreed.faults is not None:
-            epochs = None
-            if isinstance(self.topology, EpochTopology) and agreed.epochs is not None:
-                rank, n = transport.rank, transport.world_size
-                incarnation = transport.incarnation if isinstance(transport, NewcomerTransport) else 0
-                epochs = Epochs(rank, n, neighbours, self.topology, agreed.epochs, incarnation, self.replicas)
-            self.monitor = MembershipMonitor(transport, neighbours, agreed.faults, self.replicas, epochs)
+        if self.monitor is not None:
             self.monitor.callbacks.append(lambda _, new: tell_replicas(self.optimizers, new.size))
         self.mates = Mates(transport, self.replicas, self.monitor)
         self.mates.explain(fsdp_modules(model))
         if not isinstance(transport, NewcomerTransport):  # else they are connected later
             self.mates.start(0)
-        self.mean = Mean(self.parameters.locate)
+        self.mean = Mean(model, self.parameters, transport, self.replicas, self.monitor, self.mates)
         self.statistics = Statistics([], {})
         self.listeners: list[Listener] = []
         self.cadence = Cadence()
@@ -138,26 +164,15 @@ class Replica(ABC):
         self._on_cuda = any(param.is_cuda for param in self.parameters.params)
         self.joins = 0
         self._fault: BaseException | None = None
-        self._module_hooks = ModuleHooks(model, self)
-        register(self)
-        _log.debug(
-            "%s: worker %d of %d, topology %r, compression %s, %d trainable parameters in %d tensors",
-            self.KIND,
-            transport.rank,
-            transport.world_size,
-            self.topology,
-            self.settings.compression,
-            sum(param.numel() for param in self.parameters.params),
-            len(self.parameters.params),
-        )
+        super().__init__(model)
+        where = f"{self.KIND}: worker {transport.rank} of {transport.world_size}, topology {self.topology!r}"
+        params = self.parameters.params
+        size = f"{sum(param.numel() for param in params)} trainable parameters in {len(params)} tensors"
+        _log.debug("%s, compression %s, %s", where, self.settings.compression, size)
         # Runs at exit too, also in processes of multiprocessing, where atexit handlers do not run.
         self._finalizer = Finalize(self, shut_down, args=(self.engine, transport, threading.current_thread()), exitpriority=100)
 
     # -- implemented by drivers ---------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def apply_pending(self) -> None:
-        """Makes a pending update, before the replica is observed."""
 
     @abstractmethod
     def mix_only(self) -> None:
@@ -165,7 +180,7 @@ class Replica(ABC):
 
     @abstractmethod
     def saved_entries(self) -> dict[str, Any]:
-        """Returns this driver's entries of a snapshot (``decent_dp.replica.snapshot``)."""
+        """Returns the values of ``ENTRIES``."""
 
     @abstractmethod
     def check_entries(self, snapshot: Mapping[str, Any]) -> None:
@@ -184,6 +199,10 @@ class Replica(ABC):
         """Replaces the buckets, and loads all entries that are not tensors of the model."""
 
     # -- rounds -------------------------------------------------------------------------------------------------------
+
+    def apply_pending(self) -> None:
+        """Makes a pending update, if drivers leave any, before the replica is observed."""
+        self.refuse_superseded()
 
     def begin_round(self) -> None:
         """Called before any bucket is used."""
@@ -212,8 +231,7 @@ class Replica(ABC):
             _log.debug(
                 "worker %d: %d buckets, MiB: %s", self.world.rank, len(buckets), ", ".join(f"{size:.3g}" for size in sizes)
             )
-        params = dict(zip(self.parameters.names, self.parameters.params, strict=True))
-        tell_drifts(self.optimizers, params, self.engine)
+        tell_drifts(self.optimizers, self.parameters, self.engine)
 
     def rebind(self) -> None:
         """Updates the buckets to the parameters' present storage."""
@@ -295,7 +313,6 @@ class Replica(ABC):
         """
         if self.joining:
             raise RuntimeError("join() was entered inside join(): one is enough, around the loop.")
-        self.refuse_superseded()
         self.apply_pending()
         self.joining = True
         try:
@@ -403,7 +420,6 @@ class Replica(ABC):
             RuntimeError: inside a backward, or after a round that failed.
         """
         self.refuse_inside(what)
-        self.refuse_superseded()
         if not self.failed:
             self.apply_pending()
         if self._fault is not None:
@@ -486,7 +502,8 @@ class Replica(ABC):
             _log.warning("closed after a failed update: %s", error)
         finally:
             self.closed = True
-            self.remove_hooks()
+            for hook in self.hooks:
+                hook.remove()
             tell_replicas(self.optimizers, 1)
             self.mates.close()
             if self.monitor is not None:
@@ -502,10 +519,6 @@ class Replica(ABC):
         """Closes this unused replica, on all workers, because a newer one takes the model over."""
         self.close()
         self.superseded = True
-
-    def remove_hooks(self) -> None:
-        """Removes all hooks on the model."""
-        self._module_hooks.remove()
 
     # -- the mean -----------------------------------------------------------------------------------------------------
 
@@ -528,22 +541,12 @@ class Replica(ABC):
         """
         self.begin_collective("averaged")
         averaged = self.averaged_buffers()
-        counts = check_finite(self, "averaged", averaged, buffers=buffers)
+        counts = self.mean.check_finite("averaged", averaged, buffers=buffers)
         # If some buffers are averaged, all are restored, because `calibrate` changes the others (counters) inside.
         with self.mean.preserved([*self.parameters.params, *(self.model.buffers() if averaged else ())]):
-            self.become_mean(averaged, counts)
+            self.mean.average_(averaged, counts)
             yield
 
-    @torch.no_grad()
-    def become_mean(self, buffers: Sequence[Tensor], counts: bool) -> list[Tensor]:
-        """Replaces parameters and ``buffers`` by their means; returns the squared distances of the old parameters to theirs.
-
-        Args:
-            counts: as ``check_finite`` returns it.
-        """
-        return average_parts_(self, [tensor.detach() for tensor in self.parameters.locate()], buffers, counts)
-
-    @torch.no_grad()
     def consensus_distance(self) -> float:
         """Returns the root mean square, over replicas, of their L2 distance to their mean. Called by all workers.
 
@@ -551,7 +554,7 @@ class Replica(ABC):
             OutOfStepError: the workers have made different numbers of updates; on all of them.
         """
         self.begin_collective("consensus_distance")
-        distance = math.sqrt(mean_square_distance(self))
+        distance = math.sqrt(self.mean.mean_square_distance())
         for listener in list(self.listeners):
             listener.measured(distance)
         return distance
@@ -571,15 +574,9 @@ class Replica(ABC):
     # -- saves and loads ----------------------------------------------------------------------------------------------
 
     def before_save(self) -> None:
-        """Called before a module of the model is saved."""
         self.apply_pending()
 
-    @abstractmethod
-    def after_save(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Called when the values of ``module`` are in ``state``."""
-
     def before_load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Called before ``state`` overwrites a module's own tensors: the exchange in flight belongs to the old values."""
         self.refuse_before_member("load_state_dict")
         self.apply_pending()
         self.parameters.locate()
@@ -594,6 +591,5 @@ class Replica(ABC):
             self.invalidate(params)
 
     def after_load(self) -> None:
-        """Called when the parameters have their loaded values."""
         self.rebind()
         self.engine.renew()

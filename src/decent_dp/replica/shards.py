@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
-from torch.utils._pytree import tree_leaves
 
 from decent_dp.errors import DisagreementError
 from decent_dp.transport import Replicas
@@ -29,7 +27,6 @@ __all__ = [
     "param_groups_of",
     "placed",
     "placement",
-    "refuse_stale_backward",
     "reshard",
 ]
 
@@ -117,42 +114,6 @@ def has_unreduced_gradients(modules: Iterable[Any]) -> bool:
             if gathered is not None and gathered.grad is not None:
                 return True
     return False
-
-
-def refuse_stale_backward(modules: Iterable[nn.Module], params: Sequence[Tensor]) -> list[Any]:
-    """A backward raises RuntimeError if ``params`` have changed since its forward: it would gather the new values, and use
-    activations of the old ones. For parameters that are not sharded torch says so itself.
-
-    Args:
-        modules: whose forwards are called.
-
-    Returns:
-        The handles of the hooks.
-    """
-
-    def versions() -> list[tuple[int, int]]:
-        # A write to a DTensor counts in it alone, and one to its part there.
-        return [(param._version, local(param)._version) for param in params]
-
-    @_disable_dynamo
-    def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        before = versions()
-
-        def check(gradient: Tensor) -> None:
-            if versions() != before:
-                raise RuntimeError(
-                    "parameters have changed between this forward and its backward (a step, average_(), averaged(), flush() or "
-                    "a load), and with fully_shard the backward would gather the new ones: make such calls before the forward, "
-                    "or after the backward."
-                )
-
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(check)  # type: ignore[no-untyped-call]
-
-    return [module.register_forward_hook(after_forward) for module in modules]
 
 
 def mesh_of(model: object) -> Any:

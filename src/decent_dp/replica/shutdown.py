@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Iterator
 
 from decent_dp.engine import Engine
 from decent_dp.transport import Transport
 
-__all__ = ["closed_on_error", "passing_error", "shut_down"]
+__all__ = ["passing_error", "shut_down"]
 
 _log = logging.getLogger(__name__)
-
-
-@contextlib.contextmanager
-def closed_on_error(transport: Transport, owned: bool) -> Iterator[None]:
-    """Closes the transport if a constructor fails: without an object, no one else could close its threads and sockets."""
-    try:
-        yield
-    except BaseException as error:
-        if owned:
-            transport.report(f"{type(error).__name__} while it wrapped its model: {error}")
-            transport.close()
-        raise
 
 
 def passing_error(handled: int) -> BaseException | None:

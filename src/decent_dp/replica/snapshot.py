@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils._pytree import tree_map
 
 from decent_dp.engine import Bucket
 from decent_dp.errors import OutOfStepError
@@ -40,7 +41,6 @@ __all__ = [
     "begin_load",
     "check_scaler_state",
     "copied",
-    "engine_entries",
     "first_loss_scale",
     "put_back",
     "replace_values",
@@ -103,7 +103,9 @@ def take(replica: Replica, *, settled: bool = True) -> dict[str, Any]:
         "buffers": {name: own.get(id(buffer), local(buffer).detach()) for name, buffer in model.named_buffers()},
         "extra_state": {name: module.get_extra_state() for name, module in _with_extra_state(model).items()},
         "grads": {name: local(param.grad).detach() for name, param in named if param.grad is not None},
-        **engine_entries(replica),
+        "driver": replica.KIND,
+        "steps": replica.steps,
+        **replica.engine.state_dict(),
         **replica.saved_entries(),
     }
 
@@ -121,30 +123,25 @@ def settle(replica: Replica) -> None:
                 engine.finish(bucket, replica.edits.get(bucket.number)).raise_if_failed()
 
 
-def engine_entries(replica: Replica) -> dict[str, Any]:
-    """The entries ``ENGINE_ENTRIES`` of a snapshot."""
-    return {"driver": replica.KIND, "steps": replica.steps, **replica.engine.state_dict()}
-
-
 # -- resuming --------------------------------------------------------------------------------------------------------------
 
 
-def begin_load(replica: Replica) -> None:
-    """Makes a pending update, and checks that a state can be loaded now. Called by all workers.
+def begin_load(replica: Replica, what: str = "load") -> None:
+    """Makes a pending update, and checks that a state can be loaded now. Called by all workers; ``what`` names the user's call.
 
     Raises:
         RuntimeError: a worker is inside a backward or ``join``, after ``close``, or its model was changed; on all workers.
     """
     # In join, a worker without data waits for another message than the collectives below.
-    replica.refuse_in_join("load", "before")
+    replica.refuse_in_join(what, "before")
     if replica.closed:
         replica.refuse_stopped()
     # A pending update first, as others may be waiting for its exchange; inside a backward nothing is pending.
     replica.apply_pending()
 
     def refuse() -> None:
-        replica.refuse_inside("load")
-        replica.parameters.refuse_unreduced("load")
+        replica.refuse_inside(what)
+        replica.parameters.refuse_unreduced(what)
         replica.refuse_stopped()
         replica.parameters.check_unchanged()
 
@@ -163,7 +160,7 @@ def put_back(replica: Replica, snapshot: dict[str, Any]) -> None:
         OutOfStepError: the workers' snapshots are of different rounds; likewise.
     """
     begin_load(replica)
-    restore(replica, snapshot, lambda: _check(replica, snapshot), lambda: _write(replica, snapshot))
+    restore(replica, snapshot, lambda: _check(replica, snapshot))
     replica.mean.backup = None
 
 
@@ -180,41 +177,33 @@ def replace_values(replica: Replica, snapshot: dict[str, Any]) -> None:
         with contextlib.ExitStack() as undo:
             replica.load_optimizers(snapshot, undo)
             undo.pop_all()
-        steps = replica.steps
         replica.invalidate()
         _write(replica, snapshot)
-        replica.steps = steps
         replica.rebind()
         replica.engine.renew()
 
 
-def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None], write: Callable[[], None]) -> None:
-    """The engine and the driver resume from ``state``, at a step boundary of all workers.
+def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None]) -> None:
+    """The replica resumes from ``state``, at a step boundary of all workers.
 
     Args:
+        state: a snapshot, or the entries of the engine and its rounds alone.
         check: raises if it does not fit.
-        write: writes the entries that are neither the engine's nor the driver's.
     """
     # Tensors that are made here have to train, also if the caller is in inference mode.
     with torch.inference_mode(False), torch.no_grad():
         control = replica.world.control
-
-        def fits() -> str:
-            check()
-            return hashlib.sha256(json.dumps(state.get("order")).encode()).hexdigest()
-
-        order = call_on_all(control, fits)
-        _compare(replica, state["round"], order)
-        undo = contextlib.ExitStack()
-        try:
+        call_on_all(control, check)
+        _compare(replica, state)
+        with contextlib.ExitStack() as undo:
             buckets = call_on_all(control, lambda: _prepare(replica, state, undo))
-        except BaseException:
-            undo.close()
-            raise
+            undo.pop_all()
+        engine = replica.engine
         with replica.faults():
-            replica.engine.drop()
-            engine = replica.engine
-            write()
+            engine.drop()
+            if "parameters" in state:
+                _write(replica, state)
+            replica.steps = state["steps"]
             replica.install(state, buckets)
             replica.use_buckets(buckets)
             engine.round, engine.factor = state["round"], state["factor"]
@@ -247,11 +236,9 @@ def _check(replica: Replica, snapshot: dict[str, Any]) -> None:
             f"this was saved by {_NAMES.get(kind, kind)}, and cannot be loaded into {_NAMES[replica.KIND]}: use the one that "
             "saved it, or start from the model that export() wrote"
         )
-    missing = _ENTRIES - snapshot.keys()
+    missing = (_ENTRIES | replica.ENTRIES) - snapshot.keys()
     if missing:
         raise ValueError(f"this is not a snapshot of a replica: it has no entry {', '.join(map(repr, sorted(missing)))}")
-    replica.refuse_stopped()
-    replica.parameters.check_unchanged()
     model = replica.model
     check_engine_state(replica, snapshot)
     _check_tensors("parameter", snapshot["parameters"], {name: local(param) for name, param in model.named_parameters()})
@@ -276,11 +263,11 @@ def check_engine_state(replica: Replica, state: Mapping[str, Any]) -> None:
     replica.engine.check_rule_state(rule)
 
 
-def _compare(replica: Replica, round_: int, order: str) -> None:
-    """Compares the workers' states; ``order``: a digest of the order of this worker's parameters."""
+def _compare(replica: Replica, state: Mapping[str, Any]) -> None:
+    """Compares the workers' states, and where these workers are."""
     engine = replica.engine
-    now = engine.round if engine.buckets else None
-    found = replica.world.control.gather([round_, order, now])
+    order = hashlib.sha256(json.dumps(state.get("order")).encode()).hexdigest()
+    found = replica.world.control.gather([state["round"], order, engine.round if engine.buckets else None])
     if len({round_ for round_, *_ in found}) > 1:
         counts = worker_counts([round_ for round_, *_ in found])
         raise OutOfStepError(
@@ -297,7 +284,7 @@ def _compare(replica: Replica, round_: int, order: str) -> None:
 
 
 def _write(replica: Replica, snapshot: dict[str, Any]) -> None:
-    """Parameters, buffers, gradients and the count of steps."""
+    """Parameters, buffers and gradients."""
     for values, own in (
         (snapshot["parameters"], replica.model.named_parameters()),
         (snapshot["buffers"], replica.model.named_buffers()),
@@ -307,7 +294,6 @@ def _write(replica: Replica, snapshot: dict[str, Any]) -> None:
     for name, param in zip(replica.parameters.names, replica.parameters.params, strict=True):
         grad = snapshot["grads"].get(name)
         param.grad = None if grad is None else placed(_like(grad, local(param)), param)
-    replica.steps = snapshot["steps"]
 
 
 def _check_gradients(saved: Mapping[str, Any], params: Mapping[str, Parameter]) -> None:
@@ -361,14 +347,8 @@ def first_loss_scale(scaler: torch.amp.GradScaler, device: torch.device) -> None
 # -- values ----------------------------------------------------------------------------------------------------------------
 
 
-def copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: copied(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(copied(item) for item in value)
-    return value
+def copied(tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def _described(value: Any, dtype: torch.dtype | None = None) -> str:

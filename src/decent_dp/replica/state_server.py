@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 
 from decent_dp.compression import all_finite
 from decent_dp.membership import Epoch, MembershipMonitor
+from decent_dp.replica.host_copies import HostMemory, Staged
 from decent_dp.replica.replica import Listener, Replica
 from decent_dp.replica.snapshot import take
-from decent_dp.replica.staging import Staged, Staging
 from decent_dp.replica.transfer import StateCopy, pack_message, unpack_message
 from decent_dp.serialization import encode
 
@@ -98,7 +98,7 @@ class StateServer(Listener):
         bucket, epochs = self._replica.engine.first_bucket, self._monitor.epochs
         known = None if epochs is None else epochs.known
         text, tensors = encode({"first_bucket": bucket, "epoch": known, "snapshot": snapshot})
-        staged = Staging().copy(tensors)
+        staged = HostMemory().copy(tensors)
         return _Kept(StateCopy(text, staged.tensors), staged, time.monotonic(), bucket, wanted)
 
     def closing(self) -> None:

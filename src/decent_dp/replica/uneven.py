@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 from decent_dp.engine import Engine
 from decent_dp.errors import PeerTimeoutError
-from decent_dp.replica.waiting import texts_of
+from decent_dp.replica.consistency import texts_of
 from decent_dp.transport import Transport
 
 __all__ = ["finish_together"]

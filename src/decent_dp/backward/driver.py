@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_scaler
 from decent_dp.backward.output import tensors_in
 from decent_dp.backward.scaled import refuse_scaled_loss
+from decent_dp.backward.state_dicts import copy_values, strip_prefix
 from decent_dp.backward.states import check_kinds, check_optim_state, collect_optim_state, kind_of, load_optim_state
 from decent_dp.backward.units import Builder, DeferredList, Unit
 from decent_dp.engine import Bucket
@@ -33,13 +34,11 @@ from decent_dp.errors import OutOfStepError
 from decent_dp.gradients import GradientPolicy
 from decent_dp.replica.consistency import broadcast_object, check_consistency, worker_counts
 from decent_dp.replica.construction import Agreement
-from decent_dp.replica.hidden_state import refuse_hidden_state
-from decent_dp.replica.module_hooks import copy_values, state_names, strip_prefix
-from decent_dp.replica.options import Options, options_of, warn_of_rates
-from decent_dp.replica.replica import Replica
+from decent_dp.replica.module_hooks import state_names
+from decent_dp.replica.optimizer_guards import Options, options_of, refuse_hidden_state, warn_of_rates
+from decent_dp.replica.replica import Replica, Stats
+from decent_dp.replica.shared_statistics import Statistics, refuse_isolated, sharing
 from decent_dp.replica.snapshot import check_scaler_state, copied, first_loss_scale
-from decent_dp.replica.statistics import Statistics, refuse_isolated, sharing_class
-from decent_dp.replica.stats import Stats
 from decent_dp.transport import Transport
 
 __all__ = ["BackwardReplica", "Window"]
@@ -140,6 +139,7 @@ class BackwardReplica(Replica):
 
     KIND = "wrapper"
     WHAT = "the wrapper"
+    ENTRIES = frozenset({"optim", "optimizer", "scheduler", "accumulate", "window", "nested", "arrived", "order"})
     MODEL = "model.module"
     FOREIGN_STEP = (
         "DecentralizedDataParallel trains: the backward has made the update, and gradients are None after it. So the step of "
@@ -201,7 +201,7 @@ class BackwardReplica(Replica):
 
         me = weakref.ref(self)
         untyped: Any = params  # torch does not type its hooks
-        self._hooks = [p.register_post_accumulate_grad_hook(_gradient_hook(me, i)) for i, p in enumerate(untyped)]
+        self.hooks += [p.register_post_accumulate_grad_hook(_gradient_hook(me, i)) for i, p in enumerate(untyped)]
 
     # -- autograd events ----------------------------------------------------------------------------------------------
 
@@ -324,7 +324,7 @@ class BackwardReplica(Replica):
         """Completes the round of a backward that raised, and makes a pending update. Does nothing inside a backward."""
         if _current_task() != -1:
             return
-        self.refuse_superseded()
+        super().apply_pending()
         with self._lock:
             self.recover()
             if self.window is Window.PENDING and not self.failed:
@@ -448,10 +448,9 @@ class BackwardReplica(Replica):
             if self._may_be_scaled:
                 refuse_scaled_loss()
             units = self._builder.lay_out(whole)
-            sharing = sharing_class([unit.optimizer for unit in units])
-            if sharing:
-                refuse_isolated(sharing, self.topology)
-            options = options_of([u.optimizer for u in units], self.model, [u.scheduler for u in units])
+            optimizers = [unit.optimizer for unit in units]
+            refuse_isolated(sharing(optimizers), self.topology)
+            options = options_of(optimizers, self.model, [unit.scheduler for unit in units])
             if self._pending_state is not None:
                 load_optim_state(units, self._pending_state)
             return (units, options), {"optimizers": options.alike}
@@ -506,13 +505,8 @@ class BackwardReplica(Replica):
     def before_load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """As the base class; also strips prefixes from the keys of a wrapper's state dict."""
         if module is self.model:
-            strip_prefix(state, prefix, set(state_names(module)))
+            strip_prefix(state, prefix, state_names(module))
         super().before_load(module, state, prefix)
-
-    def remove_hooks(self) -> None:
-        super().remove_hooks()
-        for hook in self._hooks:
-            hook.remove()
 
     def saved_entries(self) -> dict[str, Any]:
         """Returns these entries of a snapshot:
@@ -537,9 +531,6 @@ class BackwardReplica(Replica):
 
     def check_entries(self, snapshot: Mapping[str, Any]) -> None:
         names = self.parameters.names
-        for key in ("optim", "optimizer", "scheduler", "accumulate", "window", "nested", "arrived", "order"):
-            if key not in snapshot:
-                raise ValueError(f"this is not a snapshot of a replica: it has no entry '{key}'")
         for what, fits in {
             "accumulate": type(snapshot["accumulate"]) is bool,
             "window": snapshot["window"] in (Window.IDLE.value, Window.OPEN.value),

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from decent_dp.engine import Engine
 from decent_dp.engine.layout import TensorSpec
 from decent_dp.optim.statistics import SharesStatistics, drift_lookup
+from decent_dp.replica.parameters import Parameters
 from decent_dp.rules import DriftCorrection
 from decent_dp.topo import Topology
 
-__all__ = ["Statistics", "refuse_isolated", "sharing_class", "tell_drifts", "tell_replicas"]
+__all__ = ["Statistics", "refuse_isolated", "sharing", "tell_drifts", "tell_replicas"]
 
 # Rounds of a topology without a period in which all workers must be connected.
 _ROUNDS = 256
@@ -35,7 +33,7 @@ class Statistics:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
-        self._sharing = [optimizer for optimizer in optimizers if isinstance(optimizer, SharesStatistics)]
+        self._sharing = sharing(optimizers)
         found = [pair for optimizer in self._sharing for pair in optimizer.statistics()]
         self.every = min((optimizer.EVERY for optimizer in self._sharing), default=1)
         self.tensors = [tensor for _, tensor in found]
@@ -51,49 +49,38 @@ class Statistics:
         self.tensors[:] = now
         return replaced
 
-    def digest(self) -> str:
-        """Returns a text that is equal on workers with the same statistics; '' without any."""
-        specs = [[spec.name, list(spec.shape)] for spec in self.specs]
-        return hashlib.sha256(json.dumps(specs).encode()).hexdigest()[:16] if specs else ""
 
-
-def sharing_class(optimizers: Sequence[Optimizer]) -> str:
-    """Returns the class of the first optimizer that shares statistics; '' if there is none."""
-    return next((type(optimizer).__name__ for optimizer in optimizers if isinstance(optimizer, SharesStatistics)), "")
+def sharing(optimizers: Sequence[Optimizer]) -> list[SharesStatistics]:
+    """Returns those that share statistics."""
+    return [optimizer for optimizer in optimizers if isinstance(optimizer, SharesStatistics)]
 
 
 def tell_replicas(optimizers: Sequence[Optimizer], n: int) -> None:
     """Tells optimizers that share statistics the number of replicas."""
-    for optimizer in optimizers:
-        if isinstance(optimizer, SharesStatistics):
-            optimizer.set_replicas(n)
+    for optimizer in sharing(optimizers):
+        optimizer.set_replicas(n)
 
 
-def tell_drifts(optimizers: Sequence[Optimizer], params: Mapping[str, Tensor], engine: Engine) -> None:
-    """Gives optimizers that share statistics the drifts that the engine's rule estimates, if it does.
-
-    Args:
-        params: by name.
-    """
+def tell_drifts(optimizers: Sequence[Optimizer], parameters: Parameters, engine: Engine) -> None:
+    """Gives optimizers that share statistics the drifts that the engine's rule estimates, if it does."""
     rule = engine.rule
     if not isinstance(rule, DriftCorrection):
         return
     states = {name: state for bucket in engine.buckets for name, state in bucket.rule_state().items()}
+    params = dict(zip(parameters.names, parameters.params, strict=True))
     drift_of = drift_lookup((params[name], state["drift"]) for name, state in states.items() if name in params)
-    for optimizer in optimizers:
-        if isinstance(optimizer, SharesStatistics):
-            optimizer.set_drifts(drift_of, rule.scale)
+    for optimizer in sharing(optimizers):
+        optimizer.set_drifts(drift_of, rule.scale)
 
 
-def refuse_isolated(optimizer: str, topology: Topology) -> None:
+def refuse_isolated(optimizers: Sequence[SharesStatistics], topology: Topology) -> None:
     """Checks that the topology connects all workers, directly or through others, so that averages reach all of them.
 
-    Args:
-        optimizer: its class, for the error.
-
     Raises:
-        ValueError: it does not; names a worker and those that it reaches.
+        ValueError: there are such optimizers, and it does not; names a worker and those that it reaches.
     """
+    if not optimizers:
+        return
     topology = topology._final_part()[0]
     rounds = topology.period or _ROUNDS
     groups = [{rank} for rank in range(topology.world_size)]
@@ -105,9 +92,10 @@ def refuse_isolated(optimizer: str, topology: Topology) -> None:
         if len(groups[0]) == len(groups):
             return
     lonely = min(groups, key=len)
+    kind, n = type(optimizers[0]).__name__, len(groups)
     names = ", ".join(map(str, sorted(lonely)[:8])) + (", ..." if len(lonely) > 8 else "")
     raise ValueError(
-        f"{optimizer} divides by the second moment of the mean gradient of all {len(groups)} replicas, but {topology!r} never "
-        f"mixes replica{'s' if len(lonely) > 1 else ''} {names} with the others (rounds 0 to {rounds - 1}): use a topology "
+        f"{kind} divides by the second moment of the mean gradient of all {n} replicas, but {topology!r} never mixes "
+        f"replica{'s' if len(lonely) > 1 else ''} {names} with the others (rounds 0 to {rounds - 1}): use a topology "
         "that connects all, such as 'base-2', or torch.optim.AdamW."
     )

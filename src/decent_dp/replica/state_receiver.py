@@ -23,7 +23,6 @@ from decent_dp.transport import NewcomerTransport, Transport, gather_in_mesh
 __all__ = ["serve_joiners"]
 
 T = TypeVar("T")
-R = TypeVar("R", bound=Replica)
 
 _log = logging.getLogger(__name__)
 
@@ -49,18 +48,15 @@ _LEAST = 2**26
 _TIMES = 256
 
 
-def serve_joiners(replica: R) -> R:
+def serve_joiners(replica: Replica) -> None:
     """Where faults are tolerated: processes can join from now on. One that joins itself gets its state here.
-
-    Returns:
-        The replica.
 
     Raises:
         PeerLostError: no member has given it.
     """
     monitor, transport = replica.monitor, replica.world
     if monitor is None:
-        return replica
+        return
     server = StateServer(replica, monitor)
     replica.listeners += [server, _Healer(replica, monitor)]
     if isinstance(transport, NewcomerTransport):
@@ -78,7 +74,6 @@ def serve_joiners(replica: R) -> R:
         return b"" if (found := answer()) is None else found(rank, incarnation, request)
 
     monitor.neighbours.serve(serve)
-    return replica
 
 
 class _Joiner:

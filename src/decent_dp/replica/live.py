@@ -1,27 +1,30 @@
-"""Registry of the replicas of this process: it finds the replica of a parameter, and optimizers that are not its own."""
+"""The live replicas of this process: one is started, found by its parameters, and guarded against optimizers of others."""
 
 from __future__ import annotations
 
 import gc
 import sys
 import threading
-import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from decent_dp.replica.optimizers import params_of
+from decent_dp.replica.construction import Agreement, Arguments, connect_replicas
+from decent_dp.replica.optimizer_guards import warn_user
+from decent_dp.replica.optimizer_state import params_of
+from decent_dp.replica.replica import Replica
+from decent_dp.replica.state_receiver import serve_joiners
+from decent_dp.transport import NewcomerTransport, Transport
 
-if TYPE_CHECKING:
-    from decent_dp.replica.replica import Replica
+__all__ = ["live_replicas", "running_steps", "start_replica"]
 
-__all__ = ["find_superseded", "live_replicas", "register", "running_steps", "user_stacklevel"]
+R = TypeVar("R", bound=Replica)
 
 _LOCK = threading.Lock()
 _LIVE: weakref.WeakSet[Replica] = weakref.WeakSet()
@@ -35,13 +38,45 @@ _HOOK: list[Any] = []
 _HOOKED_STEP = Optimizer.profile_hook_step(lambda *_: None).__code__
 
 
-def register(replica: Replica) -> None:
-    """Adds ``replica`` until it is closed or garbage-collected."""
-    with _LOCK:
-        _LIVE.add(replica)
-        _CHECKED.clear()  # a known optimizer may be foreign to the new replica
-        if not _HOOK:
-            _HOOK.append(register_optimizer_step_pre_hook(_before_step))
+def start_replica(
+    model: nn.Module, transport: Transport, owned: bool, check: Callable[[], Arguments], make: Callable[[Agreement], R]
+) -> R:
+    """Starts a replica of ``model``, in place of unused ones. Called by all workers.
+
+    Args:
+        transport, check: as of ``connect_replicas``.
+        owned: close the transport if this fails.
+        make: makes the driver.
+
+    Raises:
+        ValueError, TypeError: as of ``connect_replicas``, or a replica in use trains a parameter of ``model``.
+        PeerLostError: this process joins a run, and no member has given it its state.
+    """
+    older: list[Replica] = []
+
+    def check_all() -> Arguments:
+        arguments = check()
+        older.extend(_find_superseded(model))
+        return arguments
+
+    try:
+        agreed = connect_replicas(model, transport, owned, check_all)
+        for replica in older:
+            replica.supersede()
+        made = make(agreed)
+        with _LOCK:
+            _LIVE.add(made)
+            _CHECKED.clear()  # a known optimizer may be foreign to the new replica
+            if not _HOOK:
+                _HOOK.append(register_optimizer_step_pre_hook(_before_step))
+        serve_joiners(made)
+    except BaseException as error:
+        # Without an object, no one else could close the transport's threads and sockets.
+        if owned or isinstance(transport, NewcomerTransport):
+            transport.report(f"{type(error).__name__} while it wrapped its model: {error}")
+            transport.close()
+        raise
+    return made
 
 
 def live_replicas() -> list[Replica]:
@@ -50,7 +85,7 @@ def live_replicas() -> list[Replica]:
         return [replica for replica in _LIVE if not replica.closed]
 
 
-def find_superseded(model: nn.Module) -> list[Replica]:
+def _find_superseded(model: nn.Module) -> list[Replica]:
     """Returns the unused replicas whose parameters all belong to ``model``; a new replica replaces them.
 
     Raises:
@@ -93,10 +128,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             and not any(own is step for own in replica.optimizers for step in (*running_steps(), *_inside(optimizer)))
         ):
             _WARNED.add(optimizer)
-            warnings.warn(
-                f"{type(optimizer).__name__} steps parameter '{names[0]}', which {replica.FOREIGN_STEP}",
-                stacklevel=user_stacklevel(),
-            )
+            warn_user(f"{type(optimizer).__name__} steps parameter '{names[0]}', which {replica.FOREIGN_STEP}")
 
 
 def _inside(optimizer: Optimizer) -> Iterator[Any]:
@@ -122,12 +154,3 @@ def running_steps() -> Iterator[Optimizer]:
         ):
             yield frame.f_locals.get("args", (None,))[0]
         frame = frame.f_back
-
-
-def user_stacklevel() -> int:
-    """Returns the ``stacklevel`` with which a warning of the caller points to the first line outside torch and this library."""
-    level = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "decent_dp"):
-        level, frame = level + 1, frame.f_back
-    return level + 1

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Staged", "Staging"]
+__all__ = ["HostMemory", "Staged"]
 
+# Bytes: every copy begins at a multiple of them, as any dtype needs, and on a cache line of its own.
 _ALIGNMENT = 64
 
 
@@ -34,7 +35,7 @@ class Staged:
         self._sources.clear()
 
 
-class Staging:
+class HostMemory:
     """Memory for copies of one set of tensors at a time; page-locked for those of a GPU, so that the copy is asynchronous.
 
     The memory is kept, and so are the views of it for the copies: the system provides new memory page by page, which takes
@@ -68,7 +69,11 @@ class Staging:
                 group = [tensors[key] for key in keys]
                 torch._foreach_copy_([self._views[key] for key in keys], group, non_blocking=on_gpu)
                 sources += group if on_gpu else []
-        return Staged(dict(self._views), sources, _events({tensor.device for tensor in sources}))
+        events: list[Any] = []  # one per device, after the copies that are queued there
+        for device in {tensor.device for tensor in sources}:
+            events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            events[-1].record(torch.cuda.current_stream(device))
+        return Staged(dict(self._views), sources, events)
 
     def _views_for(self, tensors: Mapping[str, Tensor], pinned: bool) -> dict[str, Tensor]:
         """One view for each, one behind the other in one buffer."""
@@ -85,13 +90,3 @@ class Staging:
             key: memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for (key, tensor), start in zip(tensors.items(), starts, strict=True)
         }
-
-
-def _events(devices: set[torch.device]) -> list[Any]:
-    """One event per device, after the copies that are queued there."""
-    events = []
-    for device in devices:
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        events.append(event)
-    return events
