@@ -136,7 +136,7 @@ class Scripted:
     n: int
     script: Sequence[tuple[int, int, tuple[int, ...]]]
     engine: Any = field(default_factory=lambda: SimpleNamespace(round=0))
-    monitor: Any = None
+    monitor: Any = field(default_factory=lambda: SimpleNamespace(knows=lambda round_: True))
 
     @property
     def transport(self) -> Any:

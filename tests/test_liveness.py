@@ -146,7 +146,7 @@ def test_a_doubt_is_waited_for_as_long_as_a_silence_and_then_counted(make):
     began = time.monotonic()
     handle.wait()
     assert 0.5 < time.monotonic() - began < 1.5
-    assert (handle.verdict, two.known.one_sided) == (Verdict.NEITHER, 1)
+    assert (handle.verdict, two.net.wires[0].flow.settlement.one_sided) == (Verdict.NEITHER, 1)
     wait_for(lambda: verdicts == [Verdict.NEITHER])  # the other one learns it
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import decent_dp
 from decent_dp.checkpoint import exporting
 from decent_dp.errors import NonFiniteError, PeerLostError, PeerTimeoutError
+from decent_dp.membership import MembershipMonitor
 from decent_dp.replica import state_receiver
 from decent_dp.replica.mates import Mates
 from decent_dp.transport import Replicas
@@ -228,7 +229,7 @@ class Fake:
     """The other worker of a replica, and what both have agreed on."""
 
     def __init__(self, texts: dict[int, str]) -> None:
-        self.rank, self.timeout, self.texts = 2, 0.1, texts
+        self.rank, self.world_size, self.timeout, self.texts = 2, 4, 0.1, texts
         self.names: list[str] = []
         self.control, self.ranks = self, (2, 3)
 
@@ -249,9 +250,14 @@ class Fake:
 def make_mates(texts: dict[int, str]) -> tuple[Mates, Any]:
     nobody: Callable[[], list[int]] = list
     neighbours = SimpleNamespace(lost=nobody, ended=nobody, left=nobody, fail=lambda error: None)
-    monitor: Any = SimpleNamespace(neighbours=neighbours, epochs=SimpleNamespace(coming=7, limit=math.inf))
     transport: Any = Fake(texts)
-    return Mates(transport, Replicas(((0, 1), (2, 3))), monitor), monitor
+    monitor: Any = make_monitor(transport, neighbours, ((0, 1), (2, 3)))
+    monitor.epochs = SimpleNamespace(coming=7, limit=math.inf)
+    return Mates(transport, monitor), monitor
+
+
+def make_monitor(transport: Any, neighbours: Any, workers: tuple[tuple[int, ...], ...]) -> MembershipMonitor:
+    return MembershipMonitor(transport, neighbours, decent_dp.Tolerate(), Replicas(workers), None)
 
 
 def test_the_workers_of_a_replica_agree_on_a_round_and_on_an_epoch():
@@ -296,7 +302,7 @@ def test_an_error_that_says_what_has_happened_stays_as_it_is():
     monitor.neighbours.lost = lambda: [3]
     with pytest.raises(NonFiniteError, match="the cause"), mates.explaining():
         raise NonFiniteError("the cause")
-    began, alone = time.monotonic(), Mates(mates._transport, Replicas(((0,), (1,), (2,))), monitor)
+    began, alone = time.monotonic(), Mates(mates._transport, make_monitor(mates._transport, None, ((0,), (1,), (2,))))
     with pytest.raises(RuntimeError, match="the cause"), alone.explaining():
         raise RuntimeError("the cause")
     assert time.monotonic() - began < 0.5

@@ -66,8 +66,6 @@ class RosterSampler(Sampler[list[int]]):
         # dealt; and the newest round that was looked at.
         self._rosters: list[Roster] = []
         self._first, self._round = 0, 0
-        # Shares before the first round, where no workers come and go (``load_state_dict``).
-        self._base = 0
         self._order: tuple[int, np.ndarray[Any, Any]] | None = None
         self._drawn = 0
 
@@ -110,10 +108,7 @@ class RosterSampler(Sampler[list[int]]):
         self._rosters, self._first = [], replica.roster.epoch
         missing, round_ = dealt - self._look(replica.engine.round)[0], replica.engine.round
         self._rosters = []
-        if replica.monitor is None:
-            self._base += missing
-        else:
-            replica.monitor.deal_from(round_, replica.roster.dealt_before(round_) + missing)
+        replica.monitor.deal_from(round_, replica.roster.dealt_before(round_) + missing)
 
     def _look(self, round_: int) -> tuple[int, int]:
         """The shares dealt before a round, and this worker's seat in it."""
@@ -131,8 +126,8 @@ class RosterSampler(Sampler[list[int]]):
         found = next((roster for roster in reversed(known) if roster.start <= at), known[0])
         # Before that, a process that has joined had no seat; and a change may have happened that is not known yet.
         monitor, is_seated = self._replica.monitor, at >= found.start or found.epoch == self._first
-        seat = found.seat if is_seated and (monitor is None or monitor.knows(at)) else -1
-        return self._base + found.dealt_before(at) + self._ahead * self._replica.transport.world_size, seat
+        seat = found.seat if is_seated and monitor.knows(at) else -1
+        return found.dealt_before(at) + self._ahead * self._replica.transport.world_size, seat
 
     def _batch(self, share: int) -> list[int]:
         epoch, number = divmod(share, self._batches)

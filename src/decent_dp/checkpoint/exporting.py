@@ -114,7 +114,7 @@ def _calibrate(replica: Replica, loader: Iterable[Any]) -> None:
 
         def weigh() -> tuple[list[Tensor], int]:
             # Where faults are tolerated, a replica that is not finite has no part in it.
-            counts = replica.monitor is None or all(map(all_finite, statistics))
+            counts = not replica.tolerates_faults or all(map(all_finite, statistics))
             batches = control.gather(own if counts else 0)
             if not any(batches):
                 raise NonFiniteError(

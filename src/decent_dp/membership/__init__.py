@@ -5,6 +5,6 @@ from __future__ import annotations
 from decent_dp.membership.epoch_store import Epoch, EpochStore
 from decent_dp.membership.epochs import Epochs
 from decent_dp.membership.joining import join
-from decent_dp.membership.monitor import MembershipMonitor
+from decent_dp.membership.monitor import Members, MembershipMonitor
 
-__all__ = ["Epoch", "EpochStore", "Epochs", "MembershipMonitor", "join"]
+__all__ = ["Epoch", "EpochStore", "Epochs", "Members", "MembershipMonitor", "join"]

@@ -13,7 +13,7 @@ from decent_dp.membership.epochs import Epochs
 from decent_dp.transport import Neighbours, Replicas, Transport
 from decent_dp.transport.repeats import Repeats
 
-__all__ = ["MembershipMonitor"]
+__all__ = ["Members", "MembershipMonitor"]
 
 _log = logging.getLogger(__name__)
 
@@ -23,7 +23,57 @@ _PAUSE = 0.01
 _SETTLE = 0.5
 
 
-class MembershipMonitor:
+class Members:
+    """Who takes part in a run that needs each of its workers.
+
+    Args:
+        transport: of all workers.
+
+    Attributes:
+        tolerates_faults: whether workers may be in different rounds, or gone.
+        callbacks: called with the old and the new roster when an epoch begins.
+    """
+
+    tolerates_faults = False
+
+    def __init__(self, transport: Transport, replicas: Replicas) -> None:
+        self._transport, self.replicas = transport, replicas
+        self.callbacks: list[Callable[[Roster, Roster], None]] = []
+        # ``Roster.start`` and ``Roster.dealt`` where the members stay the same.
+        self._origin = 0, 0
+
+    @property
+    def roster(self) -> Roster:
+        n, (own, _) = len(self.replicas.workers), self.replicas.place_of(self._transport.rank)
+        return Roster(0, own, n, tuple(range(n)), (), *self._origin)
+
+    def deal_from(self, round_: int, dealt: int) -> None:
+        """``Roster.start`` and ``Roster.dealt`` of the present roster are these; the same on all workers."""
+        self._origin = round_, dealt
+
+    def knows(self, round_: int) -> bool:
+        """``Epochs.knows``."""
+        return True
+
+    def newest_round(self, own: int) -> int:
+        """Of the connected workers and this one, which is in round ``own``: a call of all brings them to it."""
+        return own
+
+    def look(self, round_: int) -> None:
+        """Called before each round."""
+
+    def has_to_wait(self, round_: int, *, at_once: bool) -> bool:
+        """Whether this worker goes no further at present."""
+        return False
+
+    def restart(self) -> None:
+        """Rounds may be earlier ones from now on."""
+
+    def close(self) -> None:
+        """Ends the threads."""
+
+
+class MembershipMonitor(Members):
     """Looks at the other workers once a round, where faults are tolerated. It sees those that this worker is connected to.
 
     Args:
@@ -32,15 +82,15 @@ class MembershipMonitor:
 
     Attributes:
         neighbours, faults, replicas, epochs: those given.
-        callbacks: called with the old and the new roster when an epoch begins.
     """
+
+    tolerates_faults = True
 
     def __init__(
         self, transport: Transport, neighbours: Neighbours, faults: Tolerate, replicas: Replicas, epochs: Epochs | None
     ) -> None:
-        self._transport, self.neighbours, self.faults = transport, neighbours, faults
-        self.replicas, self.epochs = replicas, epochs
-        self.callbacks: list[Callable[[Roster, Roster], None]] = []
+        super().__init__(transport, replicas)
+        self.neighbours, self.faults, self.epochs = neighbours, faults, epochs
         self._silent: set[int] = set()
         self._lost: set[int] = set()
         # Members that are missed, and since when, on the monotonic clock.
@@ -54,8 +104,6 @@ class MembershipMonitor:
         # Since when this worker hears no other one, though some may live.
         self._cut_off_since: float | None = None
         self._waits = False
-        # ``Roster.start`` and ``Roster.dealt`` where the members stay the same.
-        self._origin = 0, 0
         # The largest number of members so far.
         self._most = 0
         n = transport.world_size
@@ -85,16 +133,13 @@ class MembershipMonitor:
         return Roster(number, members.index(own) if is_in else -1, len(members), members, holes, start, dealt)
 
     def knows(self, round_: int) -> bool:
-        """``Epochs.knows``."""
         return self.epochs is None or self.epochs.knows(round_)
 
     def newest_round(self, own: int) -> int:
-        """Of the connected workers and this one, which is in round ``own``: a call of all brings them to it."""
         return max([own, *map(self.neighbours.round_of, self.neighbours.living())])
 
     def deal_from(self, round_: int, dealt: int) -> None:
-        """``Roster.start`` and ``Roster.dealt`` of the present roster are these; the same on all workers."""
-        self._origin = round_, dealt
+        super().deal_from(round_, dealt)
         if self.epochs is not None:
             self.epochs.deal_from(round_, dealt)
 
@@ -240,7 +285,6 @@ class MembershipMonitor:
         self._coming = epoch, before
 
     def close(self) -> None:
-        """Ends the threads."""
         if self.epochs is not None:
             self.epochs.close()
 

@@ -18,7 +18,7 @@ from decent_dp._checks import check_integer, check_number
 from decent_dp.compression import check_compression
 from decent_dp.engine import fit_rule
 from decent_dp.faults import Tolerate, most_workers
-from decent_dp.membership import Epochs, EpochStore, MembershipMonitor
+from decent_dp.membership import Epochs, EpochStore, Members, MembershipMonitor
 from decent_dp.membership.runs import register
 from decent_dp.optim.statistics import SharesStatistics
 from decent_dp.replica.averages import broadcast_, control_of_part
@@ -98,7 +98,7 @@ class Agreement:
         topology: its ranks are numbers of replicas.
         replicas: the workers of each replica.
         peers: connects the workers that hold the same part of each replica; its ranks are numbers of replicas.
-        monitor: the other workers, where faults are tolerated.
+        monitor: who takes part.
     """
 
     settings: Settings
@@ -106,7 +106,7 @@ class Agreement:
     rule: Rule
     replicas: Replicas
     peers: Transport
-    monitor: MembershipMonitor | None = None
+    monitor: Members
 
 
 def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check: Callable[[], Arguments]) -> Agreement:
@@ -148,7 +148,7 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         if isinstance(transport, NewcomerTransport):
             compare(transport.signature, json.loads(json.dumps(shared)), transport.rank)
         store = _open_store(transport, mixing, given.faults, shared)
-        return (Agreement(given.settings, mixing, rule, replicas, peers), store), shared
+        return (Agreement(given.settings, mixing, rule, replicas, peers, Members(transport, replicas)), store), shared
 
     def check_all() -> Arguments:
         checked = check()

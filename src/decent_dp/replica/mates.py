@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from decent_dp.errors import PeerError, PeerLostError
-from decent_dp.membership import MembershipMonitor
+from decent_dp.membership import Members, MembershipMonitor
 from decent_dp.replica.consistency import wait_for_all
 from decent_dp.replica.shards import param_groups_of
-from decent_dp.transport import Replicas, Transport
+from decent_dp.transport import Transport
 from decent_dp.transport.waiter import start_thread
 
 __all__ = ["Mates"]
@@ -53,15 +53,15 @@ class Mates:
 
     Args:
         transport: of all workers.
-        monitor: None where faults are not tolerated: then nothing is done, either.
+        members: of the run. Where it needs all of its workers nothing is done, either.
 
     Attributes:
         error: set when one of them is gone.
     """
 
-    def __init__(self, transport: Transport, replicas: Replicas, monitor: MembershipMonitor | None) -> None:
-        self._transport, self._replicas = transport, replicas
-        self._monitor = monitor if replicas.shards > 1 else None
+    def __init__(self, transport: Transport, members: Members) -> None:
+        self._transport, self._replicas = transport, (replicas := members.replicas)
+        self._monitor = members if replicas.shards > 1 and isinstance(members, MembershipMonitor) else None
         self._ranks = replicas.workers_of(replicas.place_of(transport.rank)[0])
         self._kind, self._votes = "", 0
         self._training = threading.get_ident()

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from decent_dp.compression import all_finite
 from decent_dp.errors import NonFiniteError
-from decent_dp.membership import MembershipMonitor
+from decent_dp.membership import Members
 from decent_dp.replica.averages import average_, control_of_part, squared_distance
 from decent_dp.replica.consistency import among_the_same
 from decent_dp.replica.mates import Mates
 from decent_dp.replica.parameters import Parameters
 from decent_dp.replica.shards import holds_first_copy, is_sharded, local
-from decent_dp.transport import Control, Replicas, Transport
+from decent_dp.transport import Control, Transport
 
 __all__ = ["Mean"]
 
@@ -34,7 +34,7 @@ class Mean:
 
     Args:
         world: connects all workers.
-        monitor: None where faults are not tolerated.
+        members: of the run.
 
     Attributes:
         backup: pairs (tensor, own value) while tensors have other values; None otherwise.
@@ -46,12 +46,12 @@ class Mean:
         model: nn.Module,
         parameters: Parameters,
         world: Transport,
-        replicas: Replicas,
-        monitor: MembershipMonitor | None,
+        members: Members,
         mates: Mates,
     ) -> None:
         self._model, self._parameters = model, parameters
-        self._world, self._replicas, self._monitor, self._mates = world, replicas, monitor, mates
+        self._world, self._replicas, self._mates = world, members.replicas, mates
+        self._needs_all = not members.tolerates_faults
         self.backup: list[tuple[Tensor, Tensor]] | None = None
         self.scoped = False
 
@@ -103,7 +103,7 @@ class Mean:
                 )
         number_of = {rank: self._replicas.place_of(rank)[0] for rank in control.ranks}
         bad = {number_of[rank] for rank in problems}
-        if problems and (self._monitor is None or bad == {*number_of.values()}):
+        if problems and (self._needs_all or bad == {*number_of.values()}):
             raise NonFiniteError(next(iter(problems.values())))
         if problems:
             _log.warning("%s is without the replicas of workers %s, which hold a NaN or an infinity", what, list(problems))
@@ -133,7 +133,7 @@ class Mean:
             copies = [tensor.clone() for tensor in tensors]
             return copies, average(copies, counts)
 
-        if self._monitor is None:
+        if self._needs_all:
             return average(tensors, None)
         copies, distances = self._among_whole_replicas(average_copies)
         for tensor, copy in zip(tensors, copies, strict=True):
@@ -147,7 +147,7 @@ class Mean:
         pairs = zip(self._parameters.params, self._parameters.locate(), strict=True)
         # Parts that a replica holds several times count once.
         parts = [part.detach() for param, part in pairs if holds_first_copy(param)]
-        is_finite = None if self._monitor is None else all(map(all_finite, parts))
+        is_finite = None if self._needs_all else all(map(all_finite, parts))
         mates = replicas.workers_of(replicas.place_of(self._world.rank)[0])
 
         def gather() -> list[float | None]:

@@ -121,7 +121,7 @@ class Replica(HookedModel):
         joining: whether it is inside ``join``. ``joins``: how often all workers have left it.
         closed: whether rounds are over.
         superseded: whether it was closed because a newer replica took the model over.
-        monitor: the other workers, where faults are tolerated. ``mates``: those that hold parts of this replica.
+        monitor: who takes part. ``mates``: those that hold parts of this replica.
     """
 
     # The name of the driver in snapshots, and in messages.
@@ -144,13 +144,12 @@ class Replica(HookedModel):
         self.monitor = agreed.monitor
         # Of a process that joins a run: makes it a member.
         self.before_first_round: Callable[[], None] | None = None
-        if self.monitor is not None:
-            self.monitor.callbacks.append(lambda _, new: tell_replicas(self.optimizers, new.size))
-        self.mates = Mates(transport, self.replicas, self.monitor)
+        self.monitor.callbacks.append(lambda _, new: tell_replicas(self.optimizers, new.size))
+        self.mates = Mates(transport, self.monitor)
         self.mates.explain(fsdp_modules(model))
         if not isinstance(transport, NewcomerTransport):  # else they are connected later
             self.mates.start(0)
-        self.mean = Mean(model, self.parameters, transport, self.replicas, self.monitor, self.mates)
+        self.mean = Mean(model, self.parameters, transport, self.monitor, self.mates)
         self.statistics = Statistics([], {})
         self.listeners: list[Listener] = []
         self.cadence = Cadence()
@@ -213,19 +212,17 @@ class Replica(HookedModel):
         if self.before_first_round is not None:
             self.before_first_round()
             self.before_first_round = None
-        if self.monitor is not None:
-            if self.engine.started is None and self.replicas.shards == 1:  # a mesh needs it
-                self.world.leave_process_group()
-            self.mates.refuse_lost()
-            self.monitor.look(self.engine.round)
-            self.catch_up()
+        if self.engine.started is None and self.tolerates_faults and self.replicas.shards == 1:  # a mesh needs it
+            self.world.leave_process_group()
+        self.mates.refuse_lost()
+        self.monitor.look(self.engine.round)
+        self.catch_up()
         self.world.announce(self.engine.round)
 
     def use_buckets(self, buckets: list[Bucket]) -> None:
         """Replaces all buckets, after the optimizers."""
         self.engine.install(buckets)
-        if self.monitor is not None:
-            self.monitor.restart()
+        self.monitor.restart()
         if _log.isEnabledFor(logging.DEBUG):
             sizes = [bucket.buffer.plan.numel * bucket.buffer.plan.dtype.itemsize / MIB for bucket in buckets]
             _log.debug(
@@ -293,7 +290,7 @@ class Replica(HookedModel):
             listener.reached_boundary()
 
     def _wait_while_cut_off(self, *, at_once: bool) -> None:
-        while not self.closed and self.monitor is not None and self.monitor.has_to_wait(self.engine.round, at_once=at_once):
+        while not self.closed and self.monitor.has_to_wait(self.engine.round, at_once=at_once):
             self._tell_boundary()
 
     def invalidate(self, params: Iterable[Tensor] | None = None) -> None:
@@ -328,16 +325,14 @@ class Replica(HookedModel):
             self.joining = self._has_run_out = False
 
     def _between_looks(self) -> None:
-        if self.monitor is not None:
-            self.mates.refuse_lost()
-            self.monitor.look(self.engine.round)
+        self.mates.refuse_lost()
+        self.monitor.look(self.engine.round)
         self._tell_boundary()
 
     @property
     def roster(self) -> Roster:
         """Who takes part, and who is left out."""
-        n = self.transport.world_size
-        return Roster(0, self.transport.rank, n, tuple(range(n)), ()) if self.monitor is None else self.monitor.roster
+        return self.monitor.roster
 
     def on_roster(self, callback: Callable[[Roster, Roster], None]) -> None:
         """Registers ``callback(old, new)``, which is called before the first round of each new roster, in the training thread.
@@ -345,7 +340,7 @@ class Replica(HookedModel):
         Raises:
             RuntimeError: faults are not tolerated, so that the roster stays as it is.
         """
-        if self.monitor is None:
+        if not self.tolerates_faults:
             raise RuntimeError("on_roster needs faults=decent_dp.Tolerate(...): without it the workers stay the same.")
         self.monitor.callbacks.append(callback)
 
@@ -362,8 +357,8 @@ class Replica(HookedModel):
             rejected=engine.rejected,
             nonfinite=engine.nonfinite,
             holes=engine.holes,
-            one_sided=0 if self.monitor is None else self.monitor.neighbours.one_sided,
-            reconnects=0 if self.monitor is None else self.monitor.neighbours.reconnects,
+            one_sided=self.world.one_sided,
+            reconnects=self.world.reconnects,
         )
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -451,7 +446,7 @@ class Replica(HookedModel):
     @property
     def tolerates_faults(self) -> bool:
         """Whether workers may be in different rounds, or gone."""
-        return self.monitor is not None
+        return self.monitor.tolerates_faults
 
     def begin_collective(self, what: str) -> None:
         """Checks, before a collective call of the user's, that all workers make this one, at the same round.
@@ -463,14 +458,13 @@ class Replica(HookedModel):
         self.refuse_before_member(what)
         self.apply_pending()
         self.refuse_stopped()
-        if self.monitor is not None:
-            self.mates.refuse_lost()
-            self.monitor.look(self.engine.round)
-            self._wait_while_cut_off(at_once=True)
+        self.mates.refuse_lost()
+        self.monitor.look(self.engine.round)
+        self._wait_while_cut_off(at_once=True)
         engine, control = self.engine, self.world.control
-        control.begin(what, engine.round if self.monitor is None else self.monitor.newest_round(engine.round))
-        rounds = check_same_call(control, engine.round, engine.factor, what, same_round=self.monitor is None)
-        if self.monitor is not None:
+        control.begin(what, self.monitor.newest_round(engine.round))
+        rounds = check_same_call(control, engine.round, engine.factor, what, same_round=not self.tolerates_faults)
+        if self.tolerates_faults:
             # Those that were silent or late for a while are in other rounds, with as many updates.
             engine.go_to(max(rounds))
             if self.mean.backup is None:
@@ -506,8 +500,7 @@ class Replica(HookedModel):
                 hook.remove()
             tell_replicas(self.optimizers, 1)
             self.mates.close()
-            if self.monitor is not None:
-                self.monitor.close()
+            self.monitor.close()
             self.world.close()
 
     @property

@@ -55,7 +55,7 @@ def serve_joiners(replica: Replica) -> None:
         PeerLostError: no member has given it.
     """
     monitor, transport = replica.monitor, replica.world
-    if monitor is None:
+    if not isinstance(monitor, MembershipMonitor):
         return
     server = StateServer(replica, monitor)
     replica.listeners += [server, _Healer(replica, monitor)]

@@ -303,6 +303,16 @@ class Transport(ABC):
             f"{type(self).__name__} connects whole replicas, and shards of one lie on processes: leave transport= out."
         )
 
+    @property
+    def one_sided(self) -> int:
+        """Exchanges that were dropped here after this worker had all of it, and that the other worker may have mixed."""
+        return 0
+
+    @property
+    def reconnects(self) -> int:
+        """Connections that were made in place of lost ones."""
+        return 0
+
     def leave_process_group(self) -> None:
         """Where faults are tolerated, rounds begin: nothing goes over the process group any more."""
         return

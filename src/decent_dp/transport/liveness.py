@@ -173,14 +173,6 @@ class WireNeighbours(Neighbours, Policy):
     def ask(self, rank: int, incarnation: int, request: bytes) -> Future[bytes]:
         return self._wire.requests.ask(rank, incarnation, request)
 
-    @property
-    def one_sided(self) -> int:
-        return self._flow.settlement.one_sided
-
-    @property
-    def reconnects(self) -> int:
-        return self._flow.reconnects
-
     # -- a single exchange --------------------------------------------------------------------------------------------
 
     def seconds_left(self, handle: WireHandle, began: float, now: float) -> float:

@@ -134,13 +134,3 @@ class Neighbours(PeerTable, ABC):
         future: Future[bytes] = Future()
         future.set_exception(ConnectionError("workers of this kind give each other nothing but exchanges"))
         return future
-
-    @property
-    def one_sided(self) -> int:
-        """Exchanges that were dropped here, because the other worker counts as dead, and that it may have mixed."""
-        return 0
-
-    @property
-    def reconnects(self) -> int:
-        """Connections that were made in place of lost ones."""
-        return 0

@@ -326,6 +326,14 @@ class ProcessGroupTransport(Transport):
         self._control = self._collectives("call", _CALLS)
         return self.neighbours
 
+    @property
+    def one_sided(self) -> int:
+        return self._wire.flow.settlement.one_sided
+
+    @property
+    def reconnects(self) -> int:
+        return self._wire.flow.reconnects
+
     def leave_process_group(self) -> None:
         self._process_group = None
         close_default_group()
