@@ -139,7 +139,7 @@ class Scripted:
     monitor: Any = field(default_factory=lambda: SimpleNamespace(knows=lambda round_: True))
 
     @property
-    def transport(self) -> Any:
+    def peers(self) -> Any:
         return SimpleNamespace(rank=self.rank, world_size=self.n)
 
     @property

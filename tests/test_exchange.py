@@ -188,8 +188,8 @@ def collected_in_the_links_thread(rank: int, n: int) -> bool:
     model = DecentralizedDataParallel(net(), SGD, topology="ring")
     for t in range(3):
         loss(model, t, rank).backward()
-    links, owner = model.replica.transport._wire, threading.current_thread()  # type: ignore[attr-defined]
-    links.call(lambda: shut_down(model.replica.engine, model.replica.transport, owner))
+    links, owner = model.replica.peers._wire, threading.current_thread()  # type: ignore[attr-defined]
+    links.call(lambda: shut_down(model.replica.engine, model.replica.peers, owner))
     links._thread.join(10)
     return bool(links._thread.is_alive())
 

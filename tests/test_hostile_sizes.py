@@ -176,7 +176,7 @@ def little_memory() -> Iterator[None]:
 def hostile(rank: int, n: int, path: str) -> Any:
     root = Path(path)
     model = make("int8")
-    control = model.replica.transport.control
+    control = model.replica.peers.control
     run(model, "int8", rank, 0, 3)
     save(model, root, {"n": torch.zeros(())})
     step, found = latest(root), {}

@@ -166,7 +166,7 @@ def without_a_call(rank: int, n: int) -> int:
     model = DecentralizedDataParallel(Bag(0), partial(torch.optim.SGD, lr=0.1), topology="complete")
     step_drawn(model, 0, rank)
     step_drawn(model, 1, rank)
-    control = model.replica.transport.control
+    control = model.replica.peers.control
     if rank:
         control.gather(None)  # stays behind until worker 0 has its snapshot
     snapshot = take(model.replica)
@@ -188,7 +188,7 @@ def alone(rank: int, n: int) -> str:
         hear("the error")
         model.close()
         return ""
-    shorten(model.replica.transport, 1.0)
+    shorten(model.replica.peers, 1.0)
     step_drawn(model, 1, rank)
     try:
         take(model.replica)

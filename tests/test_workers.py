@@ -485,7 +485,7 @@ def missing_peer(rank: int, n: int, topology: str) -> Any:
     if rank == 1:
         hear("the others have failed")  # alive, with nothing more to do
         os._exit(0)
-    shorten(model.replica.transport, 2)
+    shorten(model.replica.peers, 2)
     try:
         for t in range(3):
             loss(model, t, rank).backward()
@@ -671,9 +671,9 @@ def test_after_a_failure_the_replica_can_be_saved(workers, windows):
 def alone_in_a_collective(rank: int, n: int) -> Any:
     model = DecentralizedDataParallel(net(), SGD, topology="ring")
     loss(model, 0, rank).backward()
-    model.replica.transport.control.gather(None)
+    model.replica.peers.control.gather(None)
     if rank == 0:  # a habit of DDP's scripts
-        shorten(model.replica.transport, 1.5)
+        shorten(model.replica.peers, 1.5)
         with (
             pytest.raises(PeerTimeoutError, match=r"not all workers called averaged: .*`if rank == 0:` inside"),
             model.averaged(),
@@ -708,7 +708,7 @@ def late_group(rank: int, n: int, how: str) -> Any:
         hear("the others have failed")
         return "slept"
     time.sleep(0.3)
-    shorten(model.replica.transport, 2)
+    shorten(model.replica.peers, 2)
     try:
         loss(model, 1, rank).backward()
         loss(model, 2, rank).backward()

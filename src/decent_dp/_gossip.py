@@ -180,7 +180,7 @@ class Gossip(Replica):
         self._checked: set[int] = set()
         # Each optimizer's parameters at the call; referenced, so that no other object gets one of their ids.
         self._params_at_call = [params_of(optimizer) for optimizer in self.optimizers]
-        tell_replicas(self.optimizers, self.transport.world_size)
+        tell_replicas(self.optimizers, self.peers.world_size)
         self.statistics = Statistics(self.optimizers, {id(param): name for name, param in model.named_parameters()})
         self.use_buckets(self._lay_out())
         self.hooks += [optimizer.register_step_post_hook(self._after_step(i)) for i, optimizer in enumerate(self.optimizers)]

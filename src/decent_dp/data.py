@@ -127,7 +127,7 @@ class RosterSampler(Sampler[list[int]]):
         # Before that, a process that has joined had no seat; and a change may have happened that is not known yet.
         monitor, is_seated = self._replica.monitor, at >= found.start or found.epoch == self._first
         seat = found.seat if is_seated and monitor.knows(at) else -1
-        return found.dealt_before(at) + self._ahead * self._replica.transport.world_size, seat
+        return found.dealt_before(at) + self._ahead * self._replica.peers.world_size, seat
 
     def _batch(self, share: int) -> list[int]:
         epoch, number = divmod(share, self._batches)
@@ -140,7 +140,7 @@ class RosterSampler(Sampler[list[int]]):
 
     def _any_batch(self) -> list[int]:
         self._drawn += 1
-        rank = self._replica.transport.rank
+        rank = self._replica.peers.rank
         chosen = np.random.default_rng([self._seed, _GUEST, rank, self._drawn])
         batch: list[int] = chosen.integers(self._size, size=self._batch_size).tolist()
         return batch

@@ -458,7 +458,7 @@ class DecentralizedDataParallel(nn.Module):
 
     def extra_repr(self) -> str:
         replica = self.replica
-        return f"rank={replica.transport.rank}, topology={replica.topology!r}, overlap={replica.settings.overlap}"
+        return f"rank={replica.peers.rank}, topology={replica.topology!r}, overlap={replica.settings.overlap}"
 
     @property
     def _model(self) -> nn.Module:

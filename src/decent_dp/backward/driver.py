@@ -165,7 +165,7 @@ class BackwardReplica(Replica):
         self._may_be_scaled = scaler is None
         self.policy = GradientPolicy(params, self.scaler, agreed.settings.grad_clip_norm)
         self._needs_all = self.policy.needs_all  # read at every gradient
-        world, factories = (self.engine, self.transport, self.parameters), (optim_fn, lr_scheduler_fn)
+        world, factories = (self.engine, self.peers, self.parameters), (optim_fn, lr_scheduler_fn)
         self._builder = Builder(*world, agreed.settings, *factories, as_view=as_view)
         self.units: list[Unit] = []
         # Users keep references to these two lists, so they are changed in place.
@@ -433,7 +433,7 @@ class BackwardReplica(Replica):
 
     def _build(self) -> None:
         """Makes the buckets at the first update, on all workers in the order of the first worker's gradients."""
-        control, rank, round_ = self.transport.control, self.transport.rank, self.engine.round
+        control, rank, round_ = self.world.control, self.world.rank, self.engine.round
         rounds = control.gather(round_)
         if len(set(rounds)) > 1:
             counts = worker_counts(rounds, control.ranks)

@@ -106,7 +106,7 @@ class Replica(HookedModel):
 
     Attributes:
         world: connects all workers; used for collectives, checkpoints and reports.
-        transport: connects the workers that hold the same part of each replica; its ranks are numbers of replicas. It is
+        peers: connects the workers that hold the same part of each replica; its ranks are numbers of replicas. It is
             ``world`` if each worker holds a whole replica.
         replicas: the workers of each replica.
         parameters: the trainable parameters, with their names.
@@ -135,12 +135,12 @@ class Replica(HookedModel):
     FOREIGN_STEP: ClassVar[str]
 
     def __init__(self, model: nn.Module, transport: Transport, agreed: Agreement) -> None:
-        self.world, self.transport, self.replicas = transport, agreed.peers, agreed.replicas
+        self.world, self.peers, self.replicas = transport, agreed.peers, agreed.replicas
         self.settings = agreed.settings
         self.parameters = Parameters(model)
         self.topology = agreed.topology
         compression = check_compression(agreed.settings.compression)
-        self.engine = Engine(self.transport, self.topology, agreed.rule, compression, self.transport.table)
+        self.engine = Engine(self.peers, self.topology, agreed.rule, compression, self.peers.table)
         self.monitor = agreed.monitor
         # Of a process that joins a run: makes it a member.
         self.before_first_round: Callable[[], None] | None = None
