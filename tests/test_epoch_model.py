@@ -24,7 +24,7 @@ from benchmarks.many_seats import CountedStore
 from decent_dp.membership import Epoch, Epochs, EpochStore
 from decent_dp.membership import epochs as epochs_module
 from decent_dp.topo import make_topology
-from decent_dp.topo.epochs import EpochTopology
+from decent_dp.topo.epoch_topology import EpochTopology
 
 # Seconds of virtual time: of a step, about; until a member is missed; until one counts as dead; of the disturbances; the end.
 STEP, SETTLE, DEAD_AFTER, CALM, END = 0.1, 0.5, 3.0, 12.0, 90.0

@@ -28,7 +28,7 @@ from decent_dp.membership import Epoch, Epochs, EpochStore, joining
 from decent_dp.membership import epochs as epochs_module
 from decent_dp.membership.epoch_store import Promise
 from decent_dp.topo import Edge, EveryTopology, Topology, make_topology
-from decent_dp.topo.epochs import EpochTopology
+from decent_dp.topo.epoch_topology import EpochTopology
 from decent_dp.transport import InProcessTransport, Replicas
 from decent_dp.transport.rendezvous import Rendezvous, _unbound, address_key
 from tests.helpers import assert_same, values

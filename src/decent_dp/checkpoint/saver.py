@@ -216,7 +216,7 @@ class _Root:
 
 
 @dataclass(frozen=True)
-class _Shard:
+class _UnwrittenShard:
     """What this worker writes: copies of the tensors, and the tree they belong to.
 
     Attributes:
@@ -284,7 +284,7 @@ class Saver(Listener):
             self._in_flight.append(saving)
         return saving
 
-    def _copy(self, replica: Replica, path: Path, number: int, state: dict[str, Any], keep: int) -> _Shard:
+    def _copy(self, replica: Replica, path: Path, number: int, state: dict[str, Any], keep: int) -> _UnwrittenShard:
         snapshot = take(replica)
         random = random_states(replica.model)  # after it: a pending update may draw
         text, tensors = encode({"snapshot": snapshot, "random": random, "state": state})
@@ -299,7 +299,7 @@ class Saver(Listener):
         record = Record(step, rank, len(ranks), round_, model_signature(replica.model), groups)
         keys = {id(tensor): key for key, tensor in tensors.items()}
         trained = {name: keys[id(snapshot["parameters"][name])] for name in replica.parameters.names}
-        return _Shard(root, keep, record, trained, text, self._memory.copy(tensors))
+        return _UnwrittenShard(root, keep, record, trained, text, self._memory.copy(tensors))
 
     def drain(self) -> None:
         """Waits until no save is in flight."""
@@ -344,11 +344,11 @@ class Saver(Listener):
 
     # -- in the thread of a save --------------------------------------------------------------------------------------
 
-    def _run(self, saving: Saving, before: Saving | None, shard: _Shard | BaseException) -> None:
+    def _run(self, saving: Saving, before: Saving | None, shard: _UnwrittenShard | BaseException) -> None:
         """Writes a shard, or tells the others why this worker refuses the save."""
         try:
             own: BaseException | None = shard if isinstance(shard, BaseException) else None
-            if isinstance(shard, _Shard):
+            if isinstance(shard, _UnwrittenShard):
                 own = self._write(saving.path, shard)
                 saving._late = f"{saving.path} was not complete"
             saving._written.set_result(None)
@@ -373,7 +373,7 @@ class Saver(Listener):
             if not saving._written.done():
                 saving._written.set_result(None)
 
-    def _write(self, path: Path, shard: _Shard) -> Exception | None:
+    def _write(self, path: Path, shard: _UnwrittenShard) -> Exception | None:
         """Writes this worker's shard; returns why it could not."""
         root, run, rank = shard.root, self._transport.run_id, self._transport.rank
         try:
@@ -416,7 +416,7 @@ class Saver(Listener):
             error = own
         return error
 
-    def _completed(self, saving: Saving, shard: _Shard) -> None:
+    def _completed(self, saving: Saving, shard: _UnwrittenShard) -> None:
         path, root, rank = saving.path, shard.root, shard.record.rank
         _log.info("%s is complete", path)
         saving._is_complete, saving._late = True, f"{path} is complete; older checkpoints were still being removed"

@@ -202,11 +202,11 @@ class Recorder:
             stats.nonfinite,
         )
 
-    def _take_window(self) -> _Window:
+    def _take_window(self) -> _Interval:
         """What has come since the last call."""
         self._drain()
         before, self._counted = self._counted, self._count()
-        window = _Window(self._loss, self._losses, *(b - a for a, b in zip(before, self._counted, strict=True)))
+        window = _Interval(self._loss, self._losses, *(b - a for a, b in zip(before, self._counted, strict=True)))
         # Begun anew, and not subtracted: a NaN would stay.
         self._loss, self._losses = 0.0, 0
         return window
@@ -225,7 +225,7 @@ class Recorder:
         replica.begin_collective(what)
         self._write_local()
         window, self._unshared = self._unshared, _NOTHING
-        windows = [_Window(*entry) for entry in replica.world.control.gather(astuple(window))]
+        windows = [_Interval(*entry) for entry in replica.world.control.gather(astuple(window))]
         distance = {"distance": replica.consensus_distance()} if self._distance else {}
         if self._writes:
             # With uneven inputs a worker's first step may have been its last.
@@ -236,7 +236,7 @@ class Recorder:
 
 
 @dataclass(frozen=True)
-class _Window:
+class _Interval:
     """What has come between two points."""
 
     losses_sum: float
@@ -266,11 +266,11 @@ class _Window:
         return {"skipped/rejected_blocks": self.rejected, "skipped/nonfinite_rounds": self.nonfinite}
 
 
-_NOTHING = _Window(0.0, 0, 0, 0.0, 0, 0.0, 0, 0)
+_NOTHING = _Interval(0.0, 0, 0, 0.0, 0, 0.0, 0, 0)
 
 
-def _sum_of(windows: Sequence[_Window]) -> _Window:
-    return _Window(*map(sum, zip(*map(astuple, windows), strict=True)))
+def _sum_of(windows: Sequence[_Interval]) -> _Interval:
+    return _Interval(*map(sum, zip(*map(astuple, windows), strict=True)))
 
 
 class _Curves:

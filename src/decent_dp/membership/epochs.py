@@ -32,7 +32,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from decent_dp.membership.epoch_store import Epoch, EpochStore, Promise
-from decent_dp.topo.epochs import EpochTopology
+from decent_dp.topo.epoch_topology import EpochTopology
 from decent_dp.transport import Neighbours, Replicas
 from decent_dp.transport.waiter import start_thread
 

@@ -29,7 +29,7 @@ from decent_dp.replica.shared_statistics import refuse_isolated
 from decent_dp.rules import DriftCorrection, Rule
 from decent_dp.rules.base import rule_settings
 from decent_dp.topo import Edge, Topology, TopologyReg, make_topology
-from decent_dp.topo.epochs import EpochTopology
+from decent_dp.topo.epoch_topology import EpochTopology
 from decent_dp.topo.holes import check_pairs
 from decent_dp.topo.registry import why_unfit
 from decent_dp.transport import NewcomerTransport, Replicas, Transport
