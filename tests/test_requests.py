@@ -238,7 +238,7 @@ def test_two_processes_cannot_join_as_one():
         Served(net)
         asks(net, b"x").result(SECONDS)
         first = net.wires[JOINER]._identity
-        admit = net.wires[0]._admit
+        admit = net.wires[0].admit
         assert admit(first) is None
         assert admit(replace(first, uid=b"another!")) == "another process is about to be worker 2"
         assert admit(replace(first, rank=0)) == "rank 0 is not expected"

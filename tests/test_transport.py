@@ -438,6 +438,7 @@ def caught(attempt: Callable[..., object], *args: Any, **options: Any) -> tuple[
 
 def wrong_messages(rank: int, n: int) -> dict[str, tuple[str, str, float]]:
     found = {}
+    os.environ["DECENT_DP_DEAD_AFTER"] = "2"  # for so long the other one looks for a worker that has ended its connections
     pair, group = Edge([0, 1], 0.5), Edge([0, 1, 2], 1 / 3)
     for kind in (ProcessGroupTransport, Staged):
         for edge in (pair, group):
