@@ -166,7 +166,7 @@ def joins_in_a_call(rank: int, n: int) -> Any:
     else:
         tell("ready")
         time.sleep(1.0)  # workers 0 and 1 are in their call: they have no time to open the agreement on an epoch, worker 3 has
-        receiver_module.random = SimpleNamespace(sample=lambda others, n: sorted(others))  # type: ignore[assignment]
+        receiver_module.random = SimpleNamespace(sample=lambda others, n: sorted(others), choice=min)  # type: ignore[assignment]
         began = time.monotonic()
         step(model, optimizer, 0, rank)
         tell("seated")
@@ -511,7 +511,7 @@ def joins_while_others_wait(rank: int, n: int) -> Any:
         hear_said("dead")
         time.sleep(1.0)
         transport = decent_dp.join(the_store(), rank=VICTIM)
-        receiver_module.random = SimpleNamespace(sample=lambda others, n: sorted(others, reverse=True))  # type: ignore[assignment]
+        receiver_module.random = SimpleNamespace(sample=lambda others, n: sorted(others, reverse=True), choice=max)  # type: ignore[assignment]
         model, optimizer, replica = make(VICTIM, transport=transport)
         rank = VICTIM
     else:

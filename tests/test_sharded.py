@@ -289,7 +289,8 @@ BETWEEN: dict[str, tuple[Any, bool]] = {
     "load of the model": (lambda run, kept: run.model.load_state_dict(kept), True),
     "a step": (another_step, True),
     "consensus_distance": (lambda run, kept: run.gossip.consensus_distance(), False),
-    "state dicts": (lambda run, kept: (run.model.state_dict(), run.gossip.state_dict()), False),
+    "state of the replica": (lambda run, kept: run.gossip.state_dict(), True),  # what is in flight is mixed in first
+    "state of the model": (lambda run, kept: run.model.state_dict(), False),
     "gather": (lambda run, kept: run.gossip.gather(1), False),
     "evaluation without gradients": (lambda run, kept: run.looked_at(3), False),
 }

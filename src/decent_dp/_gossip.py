@@ -512,8 +512,8 @@ def _refuse_stale_backward(modules: Iterable[nn.Module], params: Sequence[Tensor
         def check(gradient: Tensor) -> None:
             if versions() != before:
                 raise RuntimeError(
-                    "parameters have changed between this forward and its backward (a step, average_(), averaged(), flush() or "
-                    "a load), and with fully_shard the backward would gather the new ones: make such calls before the forward, "
+                    "parameters have changed between this forward and its backward (a step, average_(), averaged(), flush(), "
+                    "a save or a load), and with fully_shard the backward would gather the new ones: make such calls before the forward, "
                     "or after the backward."
                 )
 
