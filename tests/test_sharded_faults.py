@@ -277,6 +277,9 @@ def test_a_call_waits_for_whole_replicas():
     control.ranks = (0, 2, 3)
     mates.wait_for_whole_replicas()  # the others of the first replica end
     assert control.ranks == (2, 3)
+    control.ranks, control.gather = (0, 2, 3), lambda value: time.sleep(0.01)
+    with pytest.raises(PeerTimeoutError, match="of which others are gone, and they have not ended within 0"):
+        mates.wait_for_whole_replicas()
     control.ranks = (0, 1, 2)
     with pytest.raises(PeerLostError, match="worker 3 has ended, or cannot be heard, and worker 2 holds another part"):
         mates.wait_for_whole_replicas()

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from decent_dp.errors import PeerError, PeerLostError
+from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
 from decent_dp.membership import Members, MembershipMonitor
 from decent_dp.replica.consistency import wait_for_all
 from decent_dp.replica.shards import param_groups_of
@@ -153,12 +153,19 @@ class Mates:
 
         Raises:
             PeerLostError: some of this worker's replica are not.
+            PeerTimeoutError: some of another replica take part alone for the process group's timeout.
         """
         control, replicas = self._transport.control, self._replicas
+        deadline = time.monotonic() + self._transport.timeout
         while self._monitor is not None and len(replicas.whole(control.ranks)) * replicas.shards < len(control.ranks):
             if lost := [rank for rank in self._ranks if rank not in control.ranks]:
                 self._lose(lost)
                 self.refuse_lost()
+            if time.monotonic() > deadline:
+                raise PeerTimeoutError(
+                    f"of the workers {list(control.ranks)}, which make this call, some belong to replicas of which others are "
+                    f"gone, and they have not ended within {self._transport.timeout:g} s: end their processes."
+                )
             control.gather(None)  # the others of such a replica end
 
     def close(self) -> None:
