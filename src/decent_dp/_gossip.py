@@ -513,8 +513,8 @@ def _refuse_stale_backward(modules: Iterable[nn.Module], params: Sequence[Tensor
             if versions() != before:
                 raise RuntimeError(
                     "parameters have changed between this forward and its backward (a step, average_(), averaged(), flush(), "
-                    "a save or a load), and with fully_shard the backward would gather the new ones: make such calls before the "
-                    "forward, or after the backward."
+                    "a save or a load), and with fully_shard the backward would gather the new ones: make such calls before "
+                    "the forward, or after the backward."
                 )
 
         for tensor in tree_leaves(output):
