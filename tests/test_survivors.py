@@ -26,8 +26,8 @@ from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId
 from decent_dp.transport import collectives as collectives_module
 from decent_dp.transport.agreement import PeerView
-from decent_dp.transport.collectives import Collectives, needs_all, spanning_tree
-from decent_dp.transport.control_plane import Courier
+from decent_dp.transport.collectives import Collectives, spanning_tree
+from decent_dp.transport.control_plane import Courier, needs_all
 from decent_dp.transport.liveness import WireNeighbours
 from decent_dp.transport.messages import AGREEMENT
 from decent_dp.transport.peer_errors import UnreachableError

@@ -25,9 +25,8 @@ from decent_dp.transport.control_plane import ControlPlane
 from decent_dp.transport.interface import Control, DeferredHandle, Handle
 from decent_dp.transport.messages import LARGEST_FRAME
 from decent_dp.transport.neighbours import Neighbours
-from decent_dp.transport.waiter import start_thread
 
-__all__ = ["Collectives", "needs_all", "spanning_tree"]
+__all__ = ["Collectives", "spanning_tree"]
 
 T = TypeVar("T")
 
@@ -425,27 +424,6 @@ class Collectives(Control):
     def _get_parts(self, peer: int) -> dict[int, bytes]:
         sizes = json.loads(self._get(peer))
         return {rank: b"".join(self._get(peer) for _ in range(0, size, LARGEST_FRAME)) for rank, size in sizes}
-
-
-def needs_all(
-    found: futures.Future[Mapping[int, str]], rank: int, world_size: int, explain: Callable[[list[int]], PeerLostError]
-) -> futures.Future[Mapping[int, str]]:
-    """The result of an agreement, which fails if one of these workers has no part in it, though this one has."""
-    needed: futures.Future[Mapping[int, str]] = futures.Future()
-
-    def check(found: futures.Future[Mapping[int, str]]) -> None:
-        if (error := found.exception()) is not None:
-            needed.set_exception(error)
-            return
-        absent = [other for other in range(world_size) if other not in found.result()]
-        if not absent or rank in absent:
-            needed.set_result(found.result())
-        # It may ask the store, and this may be the transport's thread.
-        elif not start_thread(lambda: needed.set_exception(explain(absent)), "decent_dp-notes", needed.set_exception):
-            needed.set_exception(PeerLostError(f"workers {absent} are gone."))
-
-    found.add_done_callback(check)
-    return needed
 
 
 def _tensors_of(raw: bytes, kinds: Sequence[tuple[str, list[int]]]) -> list[Tensor]:

@@ -7,8 +7,7 @@ import math
 import threading
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,8 +19,8 @@ from torch.distributed.distributed_c10d import Store
 from decent_dp.errors import PeerLostError, PeerTimeoutError, WireError
 from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
-from decent_dp.transport.agreement import NO_ROUND, PeerView
-from decent_dp.transport.collectives import Collectives, needs_all
+from decent_dp.transport.agreement import PeerView
+from decent_dp.transport.collectives import Collectives
 from decent_dp.transport.control_plane import ControlPlane
 from decent_dp.transport.interface import Control, DeferredHandle, ExchangeRequest, Handle, Transport
 from decent_dp.transport.messages import Key
@@ -156,38 +155,19 @@ class InProcessTransport(Transport):
 
     def _collectives(self, kind: str, channel: int) -> Collectives:
         ranks, node_of = range(self.world_size), ["here"] * self.world_size
-        explain = self._explain_absent if self.neighbours is None else None
+        explain = self.explain_absent if self.neighbours is None else None
         return Collectives(self._plane, self.rank, ranks, node_of, self.timeout, kind=kind, channel=channel, explain=explain)
 
-    def _explain_absent(self, ranks: Sequence[int], what: str) -> PeerLostError:
+    def explain_absent(self, ranks: Sequence[int], what: str) -> PeerLostError:
         return PeerLostError(f"worker {ranks[0]} is gone; it was needed for {what}.{self._hub.said(ranks)}")
 
     @property
     def control(self) -> Control:
         return self._control
 
-    def agree(
-        self,
-        name: str,
-        text: str,
-        what: str = "",
-        *,
-        asks: bool = False,
-        round_: int = NO_ROUND,
-        among: Sequence[int] | None = None,
-    ) -> Future[Mapping[int, str]]:
-        found = self._plane.agree(name, text, asks=asks, among=among)
-        return (
-            found
-            if self.neighbours is not None
-            else needs_all(found, self.rank, self.world_size, lambda of: self._explain_absent(of, what))
-        )
-
-    def is_asked(self, name: str) -> bool:
-        return self._plane.agreements.is_asked(name)
-
-    def missing(self, name: str) -> list[int]:
-        return self._plane.missing(name)
+    @property
+    def plane(self) -> ControlPlane:
+        return self._plane
 
     def tolerate(self, faults: Tolerate) -> Neighbours:
         self.neighbours = self.table = _LocalNeighbours(self.rank, self._hub, self.run_id)

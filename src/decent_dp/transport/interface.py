@@ -13,9 +13,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from decent_dp.compression import Compression, MessageId
+from decent_dp.errors import PeerLostError
 from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
 from decent_dp.transport.agreement import NO_ROUND
+from decent_dp.transport.control_plane import ControlPlane, needs_all
 from decent_dp.transport.neighbours import Neighbours, PeerTable
 from decent_dp.transport.streams import beside
 from decent_dp.transport.votes import ExchangeId, Verdict
@@ -201,7 +203,15 @@ class Transport(ABC):
     @abstractmethod
     def control(self) -> Control: ...
 
+    @property
     @abstractmethod
+    def plane(self) -> ControlPlane:
+        """Moves the agreements and collectives of all workers."""
+
+    @abstractmethod
+    def explain_absent(self, ranks: Sequence[int], what: str) -> PeerLostError:
+        """The error for workers that are gone, and were needed for ``what``."""
+
     def agree(
         self,
         name: str,
@@ -225,14 +235,18 @@ class Transport(ABC):
             The texts by rank, in ascending order. With ``tolerate`` of all that live; without this worker's if the others have
             taken it for gone. Else it fails with a PeerLostError, on all workers, if one is gone.
         """
+        found = self.plane.agree(name, text, asks=asks, round_=round_, among=among)
+        if self.neighbours is not None:
+            return found
+        return needs_all(found, self.rank, self.world_size, lambda absent: self.explain_absent(absent, what))
 
-    @abstractmethod
     def is_asked(self, name: str) -> bool:
         """Whether another worker wants all to contribute to an agreement at once."""
+        return self.plane.agreements.is_asked(name)
 
-    @abstractmethod
     def missing(self, name: str) -> list[int]:
         """The workers that an agreement waits for, as far as this one knows."""
+        return self.plane.missing(name)
 
     @abstractmethod
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from decent_dp.errors import PeerLostError
 from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
-from decent_dp.transport.agreement import NO_ROUND
+from decent_dp.transport.control_plane import ControlPlane
 from decent_dp.transport.interface import Control, ExchangeRequest, Handle, Transport
 from decent_dp.transport.neighbours import Neighbours, PeerTable
 from decent_dp.transport.votes import ExchangeId
@@ -81,23 +81,12 @@ class Peers(Transport):
         self.table = _TableOfPeers(neighbours, self._ranks)
         return neighbours
 
-    def agree(
-        self,
-        name: str,
-        text: str,
-        what: str = "",
-        *,
-        asks: bool = False,
-        round_: int = NO_ROUND,
-        among: Sequence[int] | None = None,
-    ) -> Future[Mapping[int, str]]:
-        raise TypeError("all workers agree, and not a part of them")
+    @property
+    def plane(self) -> ControlPlane:
+        return self._whole.plane
 
-    def is_asked(self, name: str) -> bool:
-        return self._whole.is_asked(name)
-
-    def missing(self, name: str) -> list[int]:
-        return self._whole.missing(name)
+    def explain_absent(self, ranks: Sequence[int], what: str) -> PeerLostError:
+        return self._whole.explain_absent(ranks, what)
 
     def begin(self, bucket: int) -> None:
         self._whole.begin(bucket)

@@ -7,7 +7,6 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -19,9 +18,9 @@ from decent_dp.errors import PeerLostError
 from decent_dp.faults import Tolerate, default_dead_after, most_workers
 from decent_dp.topo import Edge
 from decent_dp.transport.addresses import find, listen
-from decent_dp.transport.agreement import NO_ROUND
 from decent_dp.transport.closed_group import close_default_group
-from decent_dp.transport.collectives import Collectives, needs_all
+from decent_dp.transport.collectives import Collectives
+from decent_dp.transport.control_plane import ControlPlane
 from decent_dp.transport.hello import Credentials, Identity, password
 from decent_dp.transport.in_process import InProcessTransport, alone
 from decent_dp.transport.interface import Control, ExchangeRequest, Handle, Transport
@@ -240,7 +239,7 @@ class ProcessGroupTransport(Transport):
         node_of = (*shared.node_of, *(f"worker {rank}" for rank in range(self.world_size, shared.places)))
         common = self._wire.control_plane, self.rank, range(self.world_size), node_of, shared.timeout.total_seconds()
         if self.neighbours is None:
-            return Collectives(*common, kind=kind, channel=channel, explain=self._explain_absent)
+            return Collectives(*common, kind=kind, channel=channel, explain=self.explain_absent)
         return Collectives(
             *common,
             kind=kind,
@@ -250,7 +249,7 @@ class ProcessGroupTransport(Transport):
             neighbours=self.neighbours,
         )
 
-    def _explain_absent(self, ranks: Sequence[int], what: str) -> PeerLostError:
+    def explain_absent(self, ranks: Sequence[int], what: str) -> PeerLostError:
         errors = [self._wire.why_lost(rank) for rank in ranks]
         error = next((error for error in errors if isinstance(error, ConnectionError)), ConnectionError())
         found = peer_error(error, ranks, what, self._notes, self._rendezvous.timeout)
@@ -262,26 +261,9 @@ class ProcessGroupTransport(Transport):
             raise RuntimeError("the transport was closed")
         return self._control
 
-    def agree(
-        self,
-        name: str,
-        text: str,
-        what: str = "",
-        *,
-        asks: bool = False,
-        round_: int = NO_ROUND,
-        among: Sequence[int] | None = None,
-    ) -> Future[Mapping[int, str]]:
-        found = self._wire.control_plane.agree(name, text, asks=asks, round_=round_, among=among)
-        if self.neighbours is not None:
-            return found
-        return needs_all(found, self.rank, self.world_size, lambda absent: self._explain_absent(absent, what))
-
-    def is_asked(self, name: str) -> bool:
-        return self._wire.control_plane.agreements.is_asked(name)
-
-    def missing(self, name: str) -> list[int]:
-        return self._wire.control_plane.missing(name)
+    @property
+    def plane(self) -> ControlPlane:
+        return self._wire.control_plane
 
     def make_groups(self, edges: Iterable[Edge]) -> None:
         group = self._process_group
