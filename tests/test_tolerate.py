@@ -28,7 +28,7 @@ from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import NonFiniteError, PeerLostError
 from decent_dp.replica import replica as replica_module
 from decent_dp.rules import DriftCorrection, OuterNesterov
-from decent_dp.transport import run_replicas
+from decent_dp.transport import InProcessTransport, run_replicas
 from decent_dp.transport.peer_link import LinkState
 from tests.helpers import SGD, assert_same, loss, net, values
 
@@ -653,3 +653,14 @@ def test_all_see_at_once_that_a_process_of_their_node_has_ended(workers, tmp_pat
     seconds = [outcome.value - at for outcome in alive if outcome.value is not None]
     assert len(seconds) >= 2
     assert max(seconds) < 0.35
+
+
+class Counting(InProcessTransport):
+    one_sided, reconnects = 3, 4  # type: ignore[assignment]
+
+
+def test_what_happened_to_connections_is_counted_without_tolerance_too():
+    model = net()
+    replica = decent_dp.gossip(model, torch.optim.SGD(model.parameters(), lr=0.1), transport=Counting())
+    assert (replica.stats().one_sided, replica.stats().reconnects) == (3, 4)
+    replica.close()
