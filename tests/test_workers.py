@@ -31,6 +31,16 @@ from tests.workers import PRELOADED, hear, say, shorten
 NAMES = ["complete", "ring", "one-peer-exp", "alternating-exp-ring"]
 
 
+def waits_for_nobody(rank: int, n: int) -> None:
+    if rank == 1:
+        hear("nothing")
+
+
+def test_a_worker_that_hangs_is_named_with_where_it_stands(workers):
+    with pytest.raises(AssertionError, match=r"(?s)workers \[1\] still ran after 3 s.*waits_for_nobody"):
+        workers(2, waits_for_nobody, timeout=3)
+
+
 # -- every number of workers -------------------------------------------------------------------------------------------
 
 

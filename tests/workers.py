@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
 import pickle
 import re
+import signal
 import time
 import traceback
 import warnings
@@ -79,12 +81,13 @@ class Workers:
         key = f"launch{next(_LAUNCHES)}"
         pipes, processes = [], []
         for rank in range(n):
-            ours, theirs = _CONTEXT.Pipe(duplex=False)
+            ours, theirs = zip(_CONTEXT.Pipe(duplex=False), _CONTEXT.Pipe(duplex=False), strict=True)
             process = _CONTEXT.Process(
-                target=_worker, args=(theirs, self._store.port, key, rank, n, group_timeout, body, args), daemon=True
+                target=_worker, args=(*theirs, self._store.port, key, rank, n, group_timeout, body, args), daemon=True
             )
             process.start()
-            theirs.close()
+            for pipe in theirs:
+                pipe.close()
             pipes.append(ours)
             processes.append(process)
         try:
@@ -134,10 +137,10 @@ def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> list[Outcome]:
+def _collect(pipes: list[tuple[Connection, Connection]], processes: list[Any], timeout: float) -> list[Outcome]:
     deadline = time.monotonic() + timeout
     found: dict[int, Outcome] = {}
-    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    waiting = {pipe: rank for rank, (pipe, _) in enumerate(pipes)}
     while waiting and (left := deadline - time.monotonic()) > 0:
         for pipe in wait(list(waiting), left):
             rank = waiting.pop(pipe)
@@ -153,15 +156,28 @@ def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> l
         if process.exitcode is None:
             stuck.append(rank)
     if stuck:
-        traces = "\n".join(f"--- worker {r}: {o.trace}" for r, o in found.items() if o.error)
-        raise AssertionError(f"workers {stuck} still ran after {timeout} s\n{traces}")
+        traces = [f"--- worker {r}: {o.trace}" for r, o in found.items() if o.error]
+        traces += [f"--- worker {r} stands here:\n{_where(processes[r], pipes[r][1])}" for r in stuck]
+        raise AssertionError("\n".join([f"workers {stuck} still ran after {timeout} s", *traces]))
     return [found[rank] for rank in range(len(processes))]
 
 
-def _worker(pipe: Connection, port: int, key: str, rank: int, n: int, group_timeout: float, body: Any, args: Any) -> None:
+def _where(process: Any, pipe: Connection) -> str:
+    """What all threads of a worker do."""
+    os.kill(process.pid, signal.SIGUSR1)
+    found = b""
+    while pipe.poll(1.0) and (more := os.read(pipe.fileno(), 2**16)):
+        found += more
+    return found.decode(errors="replace")
+
+
+def _worker(
+    pipe: Connection, stacks: Connection, port: int, key: str, rank: int, n: int, group_timeout: float, body: Any, args: Any
+) -> None:
     import torch
     import torch.distributed as dist
 
+    faulthandler.register(signal.SIGUSR1, stacks.fileno())
     gc.freeze()  # what is loaded already is not walked again: a collection takes 1 ms instead of 80
     warnings.simplefilter("error")
     for message, category, module in FOREIGN:
