@@ -279,6 +279,12 @@ BREAKAGES = [
         "members = tuple(sorted(named))",
     ),
     Breakage(
+        "an epoch of no whole replica",
+        "membership/epoch_store.py",
+        "        if not members:\n            return None\n",
+        "        members = members or tuple(sorted(named))\n",
+    ),
+    Breakage(
         "an epoch for a part of a replica",
         "membership/epochs.py",
         "offered = bool(self.replicas.whole(ready))",

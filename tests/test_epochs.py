@@ -624,6 +624,20 @@ def test_a_process_whose_replica_is_not_there_asks_for_no_epoch(alone):
     assert one.epochs._wants()
 
 
+def test_there_is_no_epoch_without_a_whole_replica(alone):
+    """The other worker of this one's replica may be late, as all others are."""
+    one = alone()
+    one.epochs.replicas = Replicas(((0, 1), (2, 3)))
+    one.look(5, wanted=True)
+    one.look_at_store()
+    one.promise(1)
+    one.look_at_store(2 * epochs_module._FEW)
+    assert one.store.read(1) is None
+    one.promise(2)
+    one.look_at_store()
+    assert one.store.read(1).members == (2, 3)
+
+
 def test_a_promise_is_made_once_also_if_its_call_fails(alone):
     """It may have been made: somebody may have read it."""
     one = alone()

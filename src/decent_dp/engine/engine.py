@@ -244,7 +244,17 @@ class Engine:
         # The proposal may be the replica itself, which moves on until an edit sees what was sent, as numbers modulo 256.
         moves = edit is not None and bucket.compression.needs_hints
         near = [value.clone() for value in proposal] if moves else proposal
-        self._send(bucket, round_, edge, proposal, hint, near)
+        handle = None
+        if bucket.compression.pairs_only:
+            self._refuse_groups(bucket, round_.number)
+        if len(edge.ranks) > 1:
+            meeting = Topology.meetings(bucket.topology, round_.number, edge.ranks)
+            bucket.compression.begin(tuple(sorted(edge.ranks)), self._transport.rank, meeting)
+            exchange_id = ExchangeId(round_.number, bucket.number)
+            request = ExchangeRequest(bucket.compression, proposal, *bucket.messages, hint, self._transport.rank, exchange_id)
+            handle = self._transport.start(edge, request)
+            self.bytes_sent += handle.bytes_sent
+        bucket.in_flight = InFlight(round_, edge, handle, near)
 
     def _leaves_out(self, bucket: Bucket, edge: Edge) -> bool:
         """Whether the exchange of this round is left out, because the other worker is gone or silent; tells it so."""
@@ -345,27 +355,6 @@ class Engine:
                 errors.append(error)
         if errors:
             raise errors[0]
-
-    def _send(
-        self,
-        bucket: Bucket,
-        round_: Round,
-        edge: Edge,
-        proposal: list[Tensor],
-        hint: bytes,
-        near: list[Tensor],
-    ) -> None:
-        handle = None
-        if bucket.compression.pairs_only:
-            self._refuse_groups(bucket, round_.number)
-        if len(edge.ranks) > 1:
-            meeting = Topology.meetings(bucket.topology, round_.number, edge.ranks)
-            bucket.compression.begin(tuple(sorted(edge.ranks)), self._transport.rank, meeting)
-            exchange_id = ExchangeId(round_.number, bucket.number)
-            request = ExchangeRequest(bucket.compression, proposal, *bucket.messages, hint, self._transport.rank, exchange_id)
-            handle = self._transport.start(edge, request)
-            self.bytes_sent += handle.bytes_sent
-        bucket.in_flight = InFlight(round_, edge, handle, near)
 
     def _refuse_groups(self, bucket: Bucket, round_: int) -> None:
         """Of a topology without a period not all rounds were seen at construction. All workers raise the same."""

@@ -96,7 +96,7 @@ def plan_buckets(
 
     Args:
         specs: the tensors.
-        order: a permutation of ``range(len(specs))``, in which tensors are assigned.
+        order: the indices of the tensors to assign, in this order.
         limit_bytes: upper size of a bucket in bytes. Tensors are never split; a larger one has its own bucket.
         first_bytes: upper size of the first tensor's bucket; None for the same.
 
@@ -104,15 +104,6 @@ def plan_buckets(
         Buckets of one dtype and device each, in the order in which their last tensor comes in ``order``, so that a bucket
         is complete no later than the next.
     """
-    if sorted(order) != list(range(len(specs))):
-        raise ValueError(f"order must be a permutation of 0..{len(specs) - 1}, got {list(order)!r}")
-    return _fill(specs, order, limit_bytes, first_bytes)
-
-
-def _fill(
-    specs: Sequence[TensorSpec], order: Sequence[int], limit_bytes: float, first_bytes: float | None = None
-) -> list[BucketPlan]:
-    """Assigns the tensors with the indices ``order`` to buckets, as ``plan_buckets`` does."""
     filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     filled: dict[tuple[torch.dtype, torch.device], int] = {}
     groups: list[list[int]] = []
@@ -160,7 +151,7 @@ def plan_turns(
     planned = []
     for start, members in slots.values():
         own = topology._spread(start, start + sum(sizes[index] for index in members), total)
-        planned += [(plan, own) for plan in _fill(specs, sorted(members, key=lambda index: position[index]), limit_bytes)]
+        planned += [(plan, own) for plan in plan_buckets(specs, sorted(members, key=position.__getitem__), limit_bytes)]
     return sorted(planned, key=lambda turn: max(position[slot.index] for slot in turn[0].slots))
 
 

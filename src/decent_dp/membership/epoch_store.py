@@ -112,11 +112,11 @@ class Epoch:
             return None if value is None else cls.read(number, value.decode())
         return None
 
-    def next(self, promises: Mapping[int, Promise], replicas: Replicas) -> Epoch:
+    def next(self, promises: Mapping[int, Promise], replicas: Replicas) -> Epoch | None:
         """The epoch after this one: of those that have promised, by rank, and of the processes that have asked them.
 
         Whom none of the others hears is left out: it would be a hole for all of them, and nobody would miss it. So is a replica
-        of which a worker is missing.
+        of which a worker is missing. None: there would be no replica in it.
         """
         missed = Counter(rank for promise in promises.values() for rank in promise.absent)
         heard = {rank for rank in promises if missed[rank] < len(promises) - 1}
@@ -128,6 +128,8 @@ class Epoch:
                     joining[rank] = incarnation
         named = {*(heard or promises), *joining}
         members = tuple(sorted(rank for number in replicas.whole(named) for rank in replicas.workers_of(number)))
+        if not members:
+            return None
         joining = {rank: incarnation for rank, incarnation in joining.items() if rank in members}
         seated = {rank: promise.incarnation for rank, promise in promises.items() if promise.incarnation}
         incarnations = dict(sorted({**self.incarnations, **joining, **seated}.items()))
@@ -140,7 +142,7 @@ class Epoch:
         entries = {
             "start": start,
             "dealt": before + (start - since) * size,
-            "members": members or sorted(named),  # no replica is whole: all of them end
+            "members": members,
             "incarnations": incarnations,
         }
         return Epoch.read(self.number + 1, json.dumps(entries, separators=(",", ":")))

@@ -383,7 +383,10 @@ class Epochs:
         self._is_told = self._rank in promises
         if not self._is_told or not self._are_enough(known, promises, waited):
             return None
-        decided = self._store.decide(known.next(promises, self.replicas), is_newest=self._is_most(promises))
+        epoch = known.next(promises, self.replicas)
+        if epoch is None:
+            return None  # the others of these replicas are late, or their processes end
+        decided = self._store.decide(epoch, is_newest=self._is_most(promises))
         if decided is None:
             self._warn(f"the members cannot change, as the store has lost epochs, and most of epoch {known.number} are missing")
         return decided
