@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from decent_dp.engine.bucket import Bucket, Edit
-from decent_dp.engine.engine import Engine
-from decent_dp.engine.fit import fit_rule
+from decent_dp.engine.engine import Engine, fit_rule
 from decent_dp.engine.outcome import Outcome
 
 __all__ = ["Bucket", "Edit", "Engine", "Outcome", "fit_rule"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from decent_dp._sizes import statistics_interval
-from decent_dp.compression import Compression, Lossless
+from decent_dp.compression import Compression, Lossless, LowRank
 from decent_dp.engine.bucket import Bucket, Edit, InFlight
 from decent_dp.engine.layout import FlatBuffer, TensorSpec, message_share, plan_buckets, plan_turns
 from decent_dp.engine.outcome import ARRIVED, SAT_OUT, NonFinite, Outcome
@@ -26,7 +26,7 @@ from decent_dp.rules import Gossip, Round, Rule
 from decent_dp.topo import Edge, Topology
 from decent_dp.transport import ExchangeId, ExchangeRequest, PeerTable, Transport, Verdict
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "fit_rule"]
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,9 @@ class Engine:
         peers: which of the other workers exchanges are made with.
 
     Attributes:
-        topology: the one given.
+        topology, rule: those given.
+        buckets: the present ones, in the order of their exchanges. ``first_bucket``: the number of the first one, the same on
+            all workers. Numbers are never reused, so that a message for an old bucket is not taken for a new one's.
         round: the number of the current or next round, including rounds before a restart.
         factor: the adaptive factor γ.
         exchanges: the number of finished exchanges of single buckets.
@@ -80,9 +82,9 @@ class Engine:
         # By the id of their topology: the rounds of one turn, or of the statistics, follow each other.
         self._nonfinite: dict[int, NonFinite] = {}
         self.started: int | None = None
-        # Rejected blocks and the number of replaced buckets. Bucket numbers are never reused, so that a message for an old
-        # bucket is not taken for a new one's.
-        self._rejected = self._gone = self._left_out = 0
+        # Of the buckets before the present ones.
+        self._rejected = self._left_out = 0
+        self.first_bucket = 0
         self._warned_of_rejections = False
         # Of the tensors that were laid out last.
         self._message_share = 1.0
@@ -109,9 +111,9 @@ class Engine:
             as_view: whether tensors become views of one flat tensor per bucket.
         """
         self._message_share = message_share(specs, self._compression)
-        gone = self._gone + len(self.buckets)
+        first = self.first_bucket + len(self.buckets)
         return [
-            Bucket(gone + number, FlatBuffer(plan, tensors, as_view=as_view), self._compression, self.rule, topology)
+            Bucket(first + number, FlatBuffer(plan, tensors, as_view=as_view), self._compression, self.rule, topology)
             for number, (plan, topology) in enumerate(plan_turns(specs, order, limit_bytes, self.topology))
         ]
 
@@ -127,7 +129,7 @@ class Engine:
         """
         if not specs:
             return []
-        first = self._gone + len(self.buckets) + after
+        first = self.first_bucket + len(self.buckets) + after
         plans, topology = plan_buckets(specs, range(len(specs)), math.inf), self.topology._spread(0, 1, 1)
         topology = topology._at_most_every(statistics_interval(every, self._message_share))
         return [
@@ -135,22 +137,17 @@ class Engine:
             for number, plan in enumerate(plans)
         ]
 
-    @property
-    def first_bucket(self) -> int:
-        """The number of the first of the present buckets, the same on all workers."""
-        return self._gone
-
     def count_buckets_from(self, first: int) -> None:
         """The buckets that are laid out and installed next have numbers from this one on."""
-        self._gone = first - len(self.buckets)
+        self.first_bucket = first - len(self.buckets)
 
     def install(self, buckets: list[Bucket]) -> None:
         """Replaces all buckets, which must have nothing in flight."""
         self._rejected, self._left_out = self.rejected, self.nonfinite
         self._nonfinite.clear()  # ids may be used again
-        self._gone += len(self.buckets)
+        self.first_bucket += len(self.buckets)
         self.buckets, self.started = buckets, None
-        self._transport.begin(self._gone)
+        self._transport.begin(self.first_bucket)
 
     # -- a round ------------------------------------------------------------------------------------------------------
 
@@ -396,3 +393,22 @@ class Engine:
                 f"the rule was {saved['kind']} when this was saved, and is {kind} now: its state does not fit. Use the "
                 "same rule, or load the parameters alone (load_state_dict)."
             )
+
+
+def fit_rule(rule: Rule, compression: type[Compression], topology: Topology, *, narrow: bool) -> Rule:
+    """Returns the rule for this topology.
+
+    Args:
+        topology: includes ``mix_every``.
+        narrow: whether there are parameters of less than 32 bits.
+
+    Raises:
+        ValueError: the compression or the rule does not work with the topology.
+    """
+    if compression.pairs_only and (largest := Topology.largest_group(topology)) > 2:
+        raise ValueError(
+            f"compression={compression.name!r} needs a topology of pairs, because only two workers can find a low-rank part of "
+            f"their difference, and {topology!r} mixes groups of {largest}: use 'base-2', 'one-peer-exp', 'ring' or "
+            "'random-matching', or another compression."
+        )
+    return rule.fit(topology, lossy=narrow or compression is not Lossless, partial=issubclass(compression, LowRank))

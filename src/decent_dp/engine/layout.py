@@ -142,16 +142,16 @@ def plan_turns(
         first, limit = choose_sizes(sum(spec.numel * spec.dtype.itemsize for spec in specs), limit_bytes)
         return [(plan, topology) for plan in plan_buckets(specs, order, limit, first)]
     # By slot: the bytes before it, and its tensors.
-    slots: dict[int, tuple[int, list[int]]] = {}
+    slots: dict[int, tuple[int, set[int]]] = {}
     before = 0
     for index in reversed(range(len(specs))):
-        slots.setdefault(min(h * before // total, h - 1), (before, []))[1].append(index)
+        slots.setdefault(min(h * before // total, h - 1), (before, set()))[1].add(index)
         before += sizes[index]
     position = {index: place for place, index in enumerate(order)}
     planned = []
     for start, members in slots.values():
         own = topology._spread(start, start + sum(sizes[index] for index in members), total)
-        planned += [(plan, own) for plan in plan_buckets(specs, sorted(members, key=position.__getitem__), limit_bytes)]
+        planned += [(plan, own) for plan in plan_buckets(specs, [i for i in order if i in members], limit_bytes)]
     return sorted(planned, key=lambda turn: max(position[slot.index] for slot in turn[0].slots))
 
 

@@ -139,12 +139,8 @@ class Epoch:
         _, since, before, size = max([*said, own], key=lambda known: known[0])
         # An epoch may follow another one before that begins. It does not begin earlier.
         start = max([since, *(promise.until + 1 for promise in promises.values())])
-        entries = {
-            "start": start,
-            "dealt": before + (start - since) * size,
-            "members": members,
-            "incarnations": incarnations,
-        }
+        dealt = before + (start - since) * size
+        entries = {"start": start, "dealt": dealt, "members": members, "incarnations": incarnations}
         return Epoch.read(self.number + 1, json.dumps(entries, separators=(",", ":")))
 
 

@@ -383,9 +383,8 @@ class Epochs:
         self._is_told = self._rank in promises
         if not self._is_told or not self._are_enough(known, promises, waited):
             return None
-        epoch = known.next(promises, self.replicas)
-        if epoch is None:
-            return None  # the others of these replicas are late, or their processes end
+        if (epoch := known.next(promises, self.replicas)) is None:
+            return None  # the others of each replica are late, or their processes end
         decided = self._store.decide(epoch, is_newest=self._is_most(promises))
         if decided is None:
             self._warn(f"the members cannot change, as the store has lost epochs, and most of epoch {known.number} are missing")
