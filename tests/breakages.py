@@ -50,7 +50,7 @@ BREAKAGES = [
         "the weight of the next round's edge",
         "engine/engine.py",
         "        bucket.in_flight = InFlight(round_, edge, handle,",
-        "        following = self._topology.get_edge(round_.number + 1)\n"
+        "        following = bucket.topology.get_edge(round_.number + 1)\n"
         "        edge = following if len(following.ranks) > 1 and len(edge.ranks) > 1 else edge\n"
         "        bucket.in_flight = InFlight(round_, edge, handle,",
     ),
@@ -58,7 +58,7 @@ BREAKAGES = [
         "a worker that sits a round out uses its edge of the round before",
         "engine/engine.py",
         "        proposal = bucket.propose(round_)\n",
-        "        edge = edge if len(edge.ranks) > 1 or not self.round else self._topology.get_edge(self.round - 1)\n"
+        "        edge = edge if len(edge.ranks) > 1 or not self.round else bucket.topology.get_edge(self.round - 1)\n"
         "        proposal = bucket.propose(round_)\n",
     ),
     Breakage(
@@ -283,6 +283,12 @@ BREAKAGES = [
         "membership/epoch_store.py",
         "        if not members:\n            return None\n",
         "        members = members or tuple(sorted(named))\n",
+    ),
+    Breakage(
+        "members that are not heard do not count where the store has lost epochs",
+        "membership/epochs.py",
+        "back = set(self._back or ()).difference(self._neighbours.lost())",
+        "back = set()",
     ),
     Breakage(
         "an epoch for a part of a replica",

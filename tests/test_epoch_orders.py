@@ -181,7 +181,7 @@ class Orders(World):
             ]
             state += [epochs._known, epochs.newest, epochs._own, epochs._new, epochs._promise, epochs._promised_at]
             state += [epochs._is_told, epochs._proposer, epochs._wanted, epochs._heard, epochs._is_away, epochs._keep_at > 0]
-            state += [epochs._is_forgotten, epochs.mixing_from, epochs.reserved_until, sorted(epochs.absent)]
+            state += [epochs._back, epochs.mixing_from, epochs.reserved_until, sorted(epochs.absent)]
             state += [thread.call is None, thread.heard]
         return hash(repr(state))
 

@@ -254,10 +254,10 @@ def test_what_an_address_tells(living):
 
 def test_a_store_that_was_closed_is_asked_nothing():
     line = EpochStore(dist.HashStore(), "run", {})
-    assert not line.is_whole()
+    assert not line.is_proposed(1)
     line.close()
     with pytest.raises(ConnectionError, match="the worker has ended"):
-        line.is_whole()
+        line.is_proposed(1)
 
 
 @pytest.mark.parametrize("make_store", ["server", "here"])
@@ -308,8 +308,11 @@ def test_a_store_that_was_emptied_gets_the_run_back_together_with_its_epoch(serv
     assert Run.read(first.ask, first.entry).epoch == epoch
     following = epoch_of(2, 0, 1)
     assert second.decide(following, is_newest=False) is None
-    assert not second.is_whole()
+    assert [second.come_back(1, 1), first.come_back(1, 0), first.come_back(1, 0)] == [{1}, {0, 1}, {0, 1}]
+    assert server.get(f"decent_dp/{A}/epoch/1/back") == b"1\n0\n"
+    assert first.come_back(2, 0) == {0}
     assert second.decide(following, is_newest=True) == following
+    assert second.come_back(2, 1) is None
     server.delete_key(f"decent_dp/{A}/address/0")  # of a member that did not write the epoch
     assert second.republish_if_missing(following, is_newest=False)
     assert server.check([f"decent_dp/{A}/address/0"])

@@ -432,9 +432,10 @@ def has_a_new_store(rank: int, n: int) -> Any:
         members = [train(1)]
         train(0)
         began = None
-        if rank > 1:
+        if rank >= n // 2:
             os.kill(os.getpid(), signal.SIGKILL)
         members.append(train(2))
+        train(0)  # the others learn of it before the store ends
         replica.close()
     finally:
         if server is not None:
@@ -443,15 +444,16 @@ def has_a_new_store(rank: int, n: int) -> Any:
 
 
 @pytest.mark.slow
-def test_a_store_that_comes_back_empty_gets_the_newest_epoch_while_its_members_live(workers):
-    outcomes = workers.outcomes(4, has_a_new_store)
+@pytest.mark.parametrize("n", [4, 8])  # of eight, each worker is connected to three others: it hears no majority
+def test_a_store_that_comes_back_empty_gets_the_newest_epoch_while_its_members_live(workers, n):
+    outcomes = workers.outcomes(n, has_a_new_store)
     (members, looks), (others, _) = (outcome.value for outcome in outcomes[:2])
-    assert [outcome.exitcode for outcome in outcomes] == [0, 0, -9, -9]
-    assert members == others == [(0, 1, 2, 3), (0, 1)]
+    assert [outcome.exitcode for outcome in outcomes] == [0] * (n // 2) + [-9] * (n // 2)
+    assert members == others == [tuple(range(n)), tuple(range(n // 2))]
     # Whoever finds the run finds the members, too; and soon their addresses.
     assert {epoch for _, epoch, _ in looks} <= {0, 1}
     assert looks[0][0] < 8.0
-    assert looks[-1][2] == 4
+    assert looks[-1][2] == n
 
 
 @pytest.mark.slow
@@ -717,6 +719,25 @@ def test_the_lowest_of_a_majority_asks_for_an_epoch_if_the_store_has_lost_them(a
         one.look_at_store(0.5)
         assert rank not in one.store.promises(1)
         assert "the store has lost epochs, and most of epoch 0 are missing. Training continues" in caplog.text
+
+
+def test_workers_that_hear_no_majority_learn_at_the_store_that_it_is_back(alone):
+    """In most topologies a worker is connected to a few others."""
+    one = alone(0)
+    one.hears, one.epochs._begins = [1], False
+    joining._whole_store(one.store._all).delete_key("run/whole")
+    one.look_at_store()
+    one.look_at_store(0.5)
+    one.store.come_back(1, 3)  # it knows a later epoch
+    one.store.come_back(0, 2)
+    one.is_lost = [2]  # and has died since
+    one.look_at_store(0.5)
+    assert not one.store.is_proposed(1)
+    one.is_lost = []
+    one.look_at_store(0.5)
+    one.look_at_store(0.5)
+    assert one.store.is_proposed(1)
+    assert list(one.store.promises(1)) == [0]
 
 
 def test_a_store_that_is_emptied_under_way_is_one_warning(alone, caplog):

@@ -90,10 +90,6 @@ def test_an_epoch_that_is_wanted_for_long_fills_no_log(workers):
     for outcome in outcomes[:2]:
         assert outcome.trace == ""
         epoch, lines = outcome.value
-        wanted = [line for _, line in lines if "another epoch is wanted" in line]
         assert epoch == 0
-        assert [f"({times} times by now)" in line for times, line in zip((1, 2, 4, 8, 16, 32, 64), wanted, strict=False)] == [
-            True
-        ] * 7
-        assert len(wanted) <= 10
-        assert len(lines) <= 15, lines
+        assert sum("the members cannot change until the store answers" in line for _, line in lines) == 1
+        assert len(lines) <= 5, lines

@@ -171,25 +171,24 @@ class Engine:
         in_flight, bucket.in_flight = bucket.in_flight, None
         if in_flight is None:
             return SAT_OUT
-        if in_flight.sits_out:
+        if (handle := in_flight.handle) is None:
             bucket.mix_nothing(in_flight.round)
             return SAT_OUT
-        assert in_flight.handle is not None
         before = time.perf_counter()
         try:
             with record_function("decent_dp.wait"):
-                in_flight.handle.wait()
+                handle.wait()
         except PeerError as error:
             bucket.mix_nothing(in_flight.round)
             return Outcome("lost", error)
         finally:
             self.waited += time.perf_counter() - before
-        if in_flight.handle.verdict is Verdict.NEITHER:
+        if handle.verdict is Verdict.NEITHER:
             self.holes += 1
             bucket.mix_nothing(in_flight.round)
             return SAT_OUT
         self.exchanges += 1
-        flags = in_flight.handle.flags or tuple(map(bucket.compression.flag, bucket.messages))
+        flags = handle.flags or tuple(map(bucket.compression.flag, bucket.messages))
         ranks = {flag - 1 for flag in flags if flag}
         if self._transport.rank in ranks:
             self.nonfinite_in = in_flight.round.number
@@ -234,7 +233,10 @@ class Engine:
         assert bucket.in_flight is None, "an exchange is started when the one before is finished"
         bucket.stale.clear()
         round_, edge = Round(self.round), bucket.topology.get_edge(self.round)
-        if self._leaves_out(bucket, edge):
+        exchange_id = ExchangeId(self.round, bucket.number)
+        if len(edge.ranks) > 1 and not self._peers.usable(edge, exchange_id):  # the other worker is gone or silent
+            self._peers.skip(edge, exchange_id)
+            self.holes += 1
             edge = Edge([self._transport.rank], 1.0)
         proposal = bucket.propose(round_)
         hint = bucket.compression.hint(proposal) if bucket.compression.needs_hints else b""
@@ -247,20 +249,10 @@ class Engine:
         if len(edge.ranks) > 1:
             meeting = Topology.meetings(bucket.topology, round_.number, edge.ranks)
             bucket.compression.begin(tuple(sorted(edge.ranks)), self._transport.rank, meeting)
-            exchange_id = ExchangeId(round_.number, bucket.number)
             request = ExchangeRequest(bucket.compression, proposal, *bucket.messages, hint, self._transport.rank, exchange_id)
             handle = self._transport.start(edge, request)
             self.bytes_sent += handle.bytes_sent
         bucket.in_flight = InFlight(round_, edge, handle, near)
-
-    def _leaves_out(self, bucket: Bucket, edge: Edge) -> bool:
-        """Whether the exchange of this round is left out, because the other worker is gone or silent; tells it so."""
-        exchange_id = ExchangeId(self.round, bucket.number)
-        if len(edge.ranks) == 1 or self._peers.usable(edge, exchange_id):
-            return False
-        self._peers.skip(edge, exchange_id)
-        self.holes += 1
-        return True
 
     def go_to(self, target: int) -> None:
         """Leaves out all rounds before ``target``: the others have gone on without this worker, which was silent or too late.
@@ -399,8 +391,7 @@ def fit_rule(rule: Rule, compression: type[Compression], topology: Topology, *, 
     """Returns the rule for this topology.
 
     Args:
-        topology: includes ``mix_every``.
-        narrow: whether there are parameters of less than 32 bits.
+        topology: includes ``mix_every``. ``narrow``: whether there are parameters of less than 32 bits.
 
     Raises:
         ValueError: the compression or the rule does not work with the topology.

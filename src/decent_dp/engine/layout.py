@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -121,7 +122,12 @@ def plan_buckets(
 
     position = {index: place for place, index in enumerate(order)}
     groups.sort(key=lambda group: position[group[-1]])
-    return [_lay_out(group, specs) for group in groups]
+    plans = []
+    for group in groups:
+        offsets = [0, *accumulate(specs[index].numel for index in group)]
+        slots = tuple(Slot(index, offset, specs[index]) for index, offset in zip(group, offsets, strict=False))
+        plans.append(BucketPlan(slots, offsets[-1], specs[group[0]].dtype, specs[group[0]].device))
+    return plans
 
 
 def plan_turns(
@@ -153,14 +159,6 @@ def plan_turns(
         own = topology._spread(start, start + sum(sizes[index] for index in members), total)
         planned += [(plan, own) for plan in plan_buckets(specs, [i for i in order if i in members], limit_bytes)]
     return sorted(planned, key=lambda turn: max(position[slot.index] for slot in turn[0].slots))
-
-
-def _lay_out(group: Iterable[int], specs: Sequence[TensorSpec]) -> BucketPlan:
-    slots, offset = [], 0
-    for index in group:
-        slots.append(Slot(index, offset, specs[index]))
-        offset += specs[index].numel
-    return BucketPlan(tuple(slots), offset, slots[0].spec.dtype, slots[0].spec.device)
 
 
 class FlatBuffer:

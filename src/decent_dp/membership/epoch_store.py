@@ -5,6 +5,7 @@ The keys of an epoch, below the id of the run:
 - ``epoch/N``: the epoch. The first text stays, whoever writes another one.
 - ``epoch/N/proposal``: who wants it, and sees to it first.
 - ``epoch/N/promises``: a line of each worker that takes part (``Promise``).
+- ``epoch/N/back``: if the store has lost the epochs, the ranks of the workers that know this one as the newest.
 
 Beside them are ``epoch``, a number from which on the newest one is looked for, and ``whole``: a store that has it has lost none
 of the epochs.
@@ -210,9 +211,20 @@ class EpochStore:
 
         return self._store.run(write)
 
-    def is_whole(self) -> bool:
-        """Whether the store has lost none of the epochs."""
-        return bool(self._store.run(lambda store: store.check([self._key("whole")])))
+    def come_back(self, number: int, rank: int) -> frozenset[int] | None:
+        """Worker ``rank``, whose newest epoch has this number, has come to the store. Returns None if that has lost no epochs,
+        else all workers that have come back to it with the same newest epoch: a worker hears only a few others itself."""
+        key, own = self._key(f"epoch/{number}/back"), str(rank).encode()
+
+        def write(store: Store) -> frozenset[int] | None:
+            if store.check([self._key("whole")]):
+                return None
+            found = (read_bytes(store, key) or b"").split()
+            if own not in found:
+                store.append(key, f"{rank}\n")  # type: ignore[attr-defined]
+            return frozenset(int(line) for line in (*found, own) if line.isdigit())
+
+        return self._store.run(write)
 
     def is_proposed(self, number: int) -> bool:
         """Whether somebody wants the epoch of this number."""
@@ -272,7 +284,7 @@ class EpochStore:
                 store.set(self._key("epoch"), str(epoch.number))  # where those that join begin to look
                 store.compare_set(whole, "", "1")
                 self._put_back(store)
-                for name in ("proposal", "promises"):
+                for name in ("proposal", "promises", "back"):
                     store.delete_key(self._key(f"epoch/{old}/{name}"))
             return found
 

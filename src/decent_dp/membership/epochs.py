@@ -12,8 +12,8 @@ late: the first text under a number stays, and all that it names have promised n
 once, and never taken back: somebody may have read it. The membership thread makes it, also while training is busy.
 
 So of a network that has fallen into parts only those with the store make epochs. Without it there are none: members that are
-gone stay holes. A store that is back and empty gets the newest epoch again from members that hear a majority of it, and they
-make another one: with a majority of its members an epoch is surely the newest one.
+gone stay holes. A store that is back and empty gets the newest epoch again when a majority of its members has come back there,
+and they make another one: with a majority of its members an epoch is surely the newest one.
 
 A process that takes the place of a worker is named in the promise of the member that it has asked. It becomes a member with the
 epoch, and its incarnation tells it from the process before it (``decent_dp.transport.hello``). Each epoch lists the
@@ -120,8 +120,9 @@ class Epochs:
         # Whether the store did not answer the last time; whether that was said; and how many workers have left.
         self._is_away = self._is_warned = False
         self._left = 0
-        # Whether it has lost epochs; whether it may have none since the run begins; and when the next look at that is due.
-        self._is_forgotten, self._begins, self._keep_at = False, not incarnation, 0.0
+        # If it has lost epochs: who has come back to it. Whether it has none as the run begins; when the next look at it is due.
+        self._back: frozenset[int] | None = None
+        self._begins, self._keep_at = not incarnation, 0.0
 
     @property
     def coming(self) -> int:
@@ -330,7 +331,7 @@ class Epochs:
         with self._lock:
             ready = [rank for rank, (_, since, _) in self._candidates.items() if now - since >= _SETTLE]
             offered = bool(self.replicas.whole(ready))
-            is_lowest = self._is_forgotten and self._rank == min(self._here(), default=-1)
+            is_lowest = self._back is not None and self._rank == min(self._here(), default=-1)
             return self._wanted or offered or self._wants_back() or (is_lowest and self._is_most(self._here()))
 
     def _wants_back(self) -> bool:
@@ -342,8 +343,8 @@ class Epochs:
 
     def _may_promise(self, known: Epoch) -> bool:
         """Whether the epoch can come about: the store has lost none, or a majority of the newest one is here."""
-        self._is_forgotten = not self._store.is_whole()
-        if self._is_forgotten and not self._is_most(self._here()):
+        self._back = self._store.come_back(known.number, self._rank)
+        if self._back is not None and not self._is_most(self._here()):
             self._warn(f"the members cannot change, as the store has lost epochs, and most of epoch {known.number} are missing")
             return False
         self._is_warned = False
@@ -417,7 +418,7 @@ class Epochs:
         with self._lock:
             has_missed = self.mixing_from > 0 or not self.is_member or epoch.number == self._own.number
             self._known, self._promise, self._is_told = epoch, None, False
-            self._wanted = self._is_forgotten = self._is_warned = False
+            self._wanted, self._back, self._is_warned = False, None, False
             self.replaced |= epoch.incarnations.get(self._rank, 0) > self._incarnation
             is_mine = self._rank in epoch.members and not self.replaced
             if is_mine:
@@ -459,8 +460,9 @@ class Epochs:
                 self._take_in(found)
                 return
         is_newest, begins = self.is_member and self._is_most(self._here()), self._begins and not known.number
-        self._is_forgotten = not self._store.republish_if_missing(known, is_newest=is_newest, begins=begins)
-        self._begins, self._keep_at = False, now + _KEEP
+        is_whole = self._store.republish_if_missing(known, is_newest=is_newest, begins=begins)
+        self._back = None if is_whole else self._store.come_back(known.number, self._rank)
+        self._begins, self._keep_at = False, now + (_KEEP if is_whole else 0.0)
 
     # -- what this worker knows ---------------------------------------------------------------------------------------
 
@@ -469,8 +471,9 @@ class Epochs:
         return self._known is not None and self._neighbours.newest_epoch() > self._known.number
 
     def _here(self) -> set[int]:
-        """The members that this worker hears, and itself if it is one."""
-        return {self._rank, *self._neighbours.living()}.intersection(self.newest.members)
+        """The members that this worker hears, those that have come back to a store without epochs, and itself if it is one."""
+        back = set(self._back or ()).difference(self._neighbours.lost())
+        return {self._rank, *back, *self._neighbours.living()}.intersection(self.newest.members)
 
     def _is_most(self, ranks: Collection[int]) -> bool:
         """Whether a majority of the newest members is among them."""

@@ -11,7 +11,6 @@ from decent_dp.faults import Roster, Tolerate
 from decent_dp.membership.epoch_store import Epoch
 from decent_dp.membership.epochs import Epochs
 from decent_dp.transport import Neighbours, Replicas, Transport
-from decent_dp.transport.repeats import Repeats
 
 __all__ = ["Members", "MembershipMonitor"]
 
@@ -95,9 +94,6 @@ class MembershipMonitor(Members):
         self._lost: set[int] = set()
         # Members that are missed, and since when, on the monotonic clock.
         self._missed: dict[int, float] = {}
-        # For which of them another epoch is wanted, and how often.
-        self._wanted_for: list[int] | None = None
-        self._wishes = Repeats()
         # Members that are gone for this worker since before it promised the newest epoch: others have named them in it.
         self._vouched: set[int] = set()
         self._coming: tuple[Epoch, Roster] | None = None
@@ -124,12 +120,11 @@ class MembershipMonitor(Members):
         """The newest epoch, and who of it is left out."""
         silent, (own, _) = set(self.neighbours.silent()), self.replicas.place_of(self._transport.rank)
         members = self.replicas.whole(self.members)
-        number = 0 if self.epochs is None else self.epochs.newest.number
-        is_in = self.epochs is None or self.epochs.is_member
         holes = tuple(seat for seat, member in enumerate(members) if silent.intersection(self.replicas.workers_of(member)))
-        start, dealt = self._origin
+        (start, dealt), number, is_in = self._origin, 0, True
         if self.epochs is not None:
-            start, dealt = self.epochs.newest.start, self.epochs.newest.dealt
+            newest, is_in = self.epochs.newest, self.epochs.is_member
+            number, start, dealt = newest.number, newest.start, newest.dealt
         return Roster(number, members.index(own) if is_in else -1, len(members), members, holes, start, dealt)
 
     def knows(self, round_: int) -> bool:
@@ -206,14 +201,6 @@ class MembershipMonitor(Members):
             self._cut_off_since, self._waits = None, False
         self._look_at_epochs(round_, gone | left)
 
-    def _say_wanted(self, round_: int) -> None:
-        """While the store does not answer, each round wants the same."""
-        missed = sorted(self._missed)
-        if missed != self._wanted_for:
-            self._wanted_for, self._wishes = missed, Repeats()
-        if self._wishes.again():
-            _log.info("round %d: another epoch is wanted (%d times by now), missed are %s", round_, self._wishes.times, missed)
-
     def _look_at_epochs(self, round_: int, gone: set[int]) -> None:
         if self.epochs is None:
             return
@@ -222,8 +209,6 @@ class MembershipMonitor(Members):
         missed = gone & set(self.members) - self._vouched
         self._missed = {rank: self._missed.get(rank, now) for rank in missed}
         is_missed = any(now - since > _SETTLE for since in self._missed.values()) and bool(self.neighbours.living())
-        if is_missed:
-            self._say_wanted(round_)
         epoch = self.epochs.look(round_, wanted=is_missed)
         if self.epochs.replaced or self.neighbours.replaced:
             raise PeerLostError(
