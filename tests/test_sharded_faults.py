@@ -45,17 +45,19 @@ PAUSE = 0.02
 class Part:
     """One worker's part of a replica. The processes after the first ``N`` join."""
 
-    def __init__(self, rank: int, n: int, *, buffers: bool = True, joining_as: Any = VICTIMS, **options: Any) -> None:
+    def __init__(
+        self, rank: int, n: int, *, shards: int = SHARDS, buffers: bool = True, joining_as: Any = VICTIMS, **options: Any
+    ) -> None:
         from torch.distributed.device_mesh import DeviceMesh
 
         names = ("replica", "shard")
-        meshes = [DeviceMesh("cpu", torch.arange(N).view(REPLICAS, SHARDS), mesh_dim_names=names)]
+        meshes = [DeviceMesh("cpu", torch.arange(N).view(-1, shards), mesh_dim_names=names)]
         if n > N:
-            meshes.append(DeviceMesh("cpu", torch.arange(N, n).view(1, SHARDS), mesh_dim_names=names))
+            meshes.append(DeviceMesh("cpu", torch.arange(N, n).view(1, shards), mesh_dim_names=names))
         group = dist.new_group(range(N))
         self.rank, self.joins = rank, rank >= N
         mesh = meshes[self.joins]
-        self.position = rank % SHARDS
+        self.shards, self.position = shards, rank % shards
         options = {"faults": decent_dp.Tolerate(dead_after=DEAD_AFTER), **options}
         if self.joins:
             hear("dead")
@@ -63,7 +65,7 @@ class Part:
             options["transport"] = decent_dp.join(the_store(), rank=self.rank)
         else:
             options["process_group"] = group
-        self.number = self.rank // SHARDS
+        self.number = self.rank // shards
         model = Odd(0 if rank < N else 17)
         if not buffers:
             del model.shift
@@ -76,7 +78,7 @@ class Part:
         self.steps = 0
 
     def step(self, factor: float = 1.0) -> None:
-        x, y = (part.chunk(SHARDS)[self.position] for part in inputs(self.steps, self.number))
+        x, y = (part.chunk(self.shards)[self.position] for part in inputs(self.steps, self.number))
         self.optimizer.zero_grad()
         loss: Tensor = (self.model(x) - y).square().mean() * factor
         if self.scaler is None:
@@ -170,6 +172,32 @@ def test_a_replica_that_loses_a_worker_ends_and_joins_again(workers, tmp_path, h
         assert stats.exchanges > 20
         if rank not in VICTIMS:
             assert longest < 0.4 * DEAD_AFTER + 1
+
+
+def loses_one_of_three(rank: int, n: int, path: str) -> Any:
+    """Two replicas of three workers. One worker of the second is stopped, and is not the one that decides in agreements."""
+    part = Part(rank, n, shards=3)
+    part.train(lambda: part.gossip.stats().rounds >= 20)
+    if rank == 4:
+        _store().set("pid", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank in (3, 5):
+        os.dup2(os.open(f"{path}/stderr {rank}", os.O_CREAT | os.O_WRONLY), 2)
+    part.train(lambda: part.gossip.roster.epoch > 0)
+    if rank == 0:
+        os.kill(int(_store().get("pid")), signal.SIGKILL)
+    return part.gossip.roster.members
+
+
+@pytest.mark.slow
+def test_all_workers_of_a_replica_name_the_one_that_is_lost(workers, tmp_path):
+    outcomes = workers.outcomes(N, loses_one_of_three, str(tmp_path))
+    for rank in (3, 5):  # when one of them ends, the collective in which the other one waits fails
+        assert (outcomes[rank].exitcode, outcomes[rank].error) in ((1, "Gone"), (0, "PeerLostError"))
+        said = outcomes[rank].message + (tmp_path / f"stderr {rank}").read_text()
+        assert "worker 4 has ended, or cannot be heard" in said, said
+    for rank in (0, 1, 2):
+        assert (outcomes[rank].value, outcomes[rank].trace) == ((0,), ""), outcomes[rank]
 
 
 def is_late_and_spoilt(rank: int, n: int) -> Any:

@@ -72,9 +72,11 @@ class Mates:
         self._undo = contextlib.ExitStack()
 
     def start(self, incarnation: int) -> None:
-        """They are connected. ``incarnation``: of the first of them."""
+        """They can be connected. ``incarnation``: of the first of them."""
         self._kind = f"mates {self._ranks[0]} {incarnation}"
         if self._monitor is not None:
+            for rank in set(self._ranks) - {self._transport.rank}:  # in agreements each meets the first one only
+                self._transport.plane.connect(rank)
             start_thread(_looks_of(self), "decent_dp-mates", self._monitor.neighbours.fail)
 
     def agree_on(self, target: int, *, alone: bool = False) -> int:
@@ -173,9 +175,8 @@ class Mates:
         self._undo.close()
 
     def _lose(self, ranks: Sequence[int]) -> None:
-        if self.error is not None:
+        if self.error is not None or self._monitor is None:
             return
-        assert self._monitor is not None
         own, several = self._transport.rank, len(ranks) > 1
         who = f"worker{'s' if several else ''} {', '.join(map(str, ranks))}"
         self.error = PeerLostError(
