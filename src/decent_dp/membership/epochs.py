@@ -120,7 +120,7 @@ class Epochs:
         # Whether the store did not answer the last time; whether that was said; and how many workers have left.
         self._is_away = self._is_warned = False
         self._left = 0
-        # If it has lost epochs: who has come back to it. Whether it has none as the run begins; when the next look at it is due.
+        # If it has lost epochs: who has come back to it. Whether it has none as the run begins; when the next look is due.
         self._back: frozenset[int] | None = None
         self._begins, self._keep_at = not incarnation, 0.0
 
