@@ -40,7 +40,7 @@ test-all: lint types $(VENV)/.installed  ## the same with the slow tests: many k
 slow: $(VENV)/.installed  ## the fast tests, and which of them take longest
 	$(PYTEST) -m "not slow" --durations=40 --durations-min=1
 
-breakages: $(VENV)/.installed  ## deliberate faults, one at a time: which fast test sees each (30 minutes); rows go to docs/results/
+breakages: $(VENV)/.installed  ## deliberate faults, one at a time: which fast test sees each (25 minutes); rows go to docs/results/
 	$(BIN)/python -m tests.breakages $(PARALLEL)
 
 compat: compat-oldest compat-newest  ## the fast tests with the oldest versions that are claimed, and with the newest (installs torch twice)
