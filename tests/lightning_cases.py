@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric
 
 from decent_dp.integrations.lightning import GossipFabricStrategy, GossipStrategy
+from decent_dp.replica.snapshot import settle
 from tests.framework_cases import Model, Points, Run, copies
 
 BATCH = 4
@@ -180,6 +181,17 @@ class Kept(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         self.at[trainer.global_step] = {key: value.clone() for key, value in module.state_dict().items()}
+
+
+class Settles(Callback):
+    """After these steps what is in flight is mixed in, as by a save."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step in self.steps:
+            settle(trainer.strategy.replica)
 
 
 class Lone(Callback):

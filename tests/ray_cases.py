@@ -99,7 +99,7 @@ def train_loop(config: dict[str, Any]) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         found += calls
-        if config.get("kill"):
+        if config.get("kill") and epoch + 1 < EPOCHS:
             state = {"epoch": epoch + 1, "losses": run.losses, "seen": model.seen}
             with tempfile.TemporaryDirectory() as folder:
                 path = save(replica, folder, state).wait()

@@ -118,6 +118,7 @@ def whole_run(rank: int, n: int, folder: Path) -> list[list[int]]:
         clip=0.1,
         make_optimizer=adamw,
         make_scheduler=lambda optimizer: falling(optimizer, n),
+        saves=(3,),
         topology="ring",
         bucket_size_in_mb=1,
     )

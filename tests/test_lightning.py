@@ -96,14 +96,21 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 def resumes(rank: int, n: int, folder: str) -> Any:
     """An uninterrupted run that saves, and runs that resume from each of its files."""
+    from decent_dp.replica import snapshot
+
     quiet_frameworks()
+    settle = snapshot.settle
     from tests import lightning_cases as cases
 
     def fit(callbacks: Any, ckpt_path: str | None = None, loaders: Any = None, **options: Any) -> Any:
         module = cases.Noisy()
-        options = {"max_epochs": 3, "callbacks": callbacks, "enable_checkpointing": bool(callbacks)} | options
+        options = {"max_epochs": 3, "callbacks": callbacks, "enable_checkpointing": True} | options
         cases.fitted(rank, n, module, *(loaders or data()), ckpt_path=ckpt_path, **options)
         return module
+
+    def settles(ckpt_path: str, **options: Any) -> Any:
+        """Resumes, and saves nothing."""
+        return fit([cases.Settles(*settled)], ckpt_path, enable_checkpointing=False, **options)
 
     def data() -> Any:
         return cases.loader(kind=cases.Resumable), cases.loader(16, shuffle=False)
@@ -113,23 +120,31 @@ def resumes(rank: int, n: int, folder: str) -> Any:
     # File names that differ between workers: worker 0's count.
     named = cases.ModelCheckpoint(f"{folder}/named", filename="{epoch}-{own_loss:.6f}", monitor="own_loss", save_top_k=2)
     kept = cases.Kept()
+    settled: set[int] = set()
+
+    def note(replica: Any) -> None:
+        settled.add(replica.engine.round)
+        settle(replica)
+
+    snapshot.settle = note
     whole = fit([steps, best, named, kept])
     found: dict[str, Any] = {"run": whole.run, "kept": kept.at, "folders": sorted(os.listdir(f"{folder}/best"))}
     torch.distributed.barrier()
     found["named"] = sorted(os.listdir(f"{folder}/named"))
     for name in ("steps/step=4", "steps/step=8", "steps/step=16", "best/last", f"named/{found['named'][0][:-5]}"):
-        again = fit([], f"{folder}/{name}.ckpt")
+        again = settles(f"{folder}/{name}.ckpt")
         losses = again.run.losses
         found[name] = (whole.run.losses[-len(losses) :] == losses, same(whole.run.params, again.run.params), len(losses))
         found[name] += (again.loaded == rank,)
         found[name] += (again.run.rounds == whole.run.rounds, same(whole.run.mean, again.run.mean))
     ends = cases.ModelCheckpoint(f"{folder}/ends", filename="{epoch}", save_top_k=-1)
     options = {"loaders": (cases.loader(kind=cases.Ahead),), "max_epochs": 2}
+    settled.clear()
     straight = fit([ends], **options)
-    again = fit([], f"{folder}/ends/epoch=0.ckpt", **options)
+    again = settles(f"{folder}/ends/epoch=0.ckpt", **options)
     found["ahead"] = straight.model.seen[6:] == again.model.seen and same(straight.run.params, again.run.params)
     # A finished run has no further step, and gives the mean.
-    found["finished"] = same(fit([], f"{folder}/ends/epoch=1.ckpt", **options).run.mean, straight.run.mean)
+    found["finished"] = same(settles(f"{folder}/ends/epoch=1.ckpt", **options).run.mean, straight.run.mean)
     # The model alone, and a resume without the replicas.
     cases.trainer_of(whole).save_checkpoint(f"{folder}/model.ckpt")
     plain = torch.load(f"{folder}/model.ckpt")
@@ -137,7 +152,7 @@ def resumes(rank: int, n: int, folder: str) -> Any:
     if rank == 0:
         os.rename(f"{folder}/steps/step=4.ckpt.decent_dp", f"{folder}/elsewhere")
     torch.distributed.barrier()
-    found["moved"] = fit([], f"{folder}/steps/step=4.ckpt", max_epochs=1).run.losses
+    found["moved"] = settles(f"{folder}/steps/step=4.ckpt", max_epochs=1).run.losses
     torch.distributed.barrier()
     if rank == 0:
         os.rename(f"{folder}/elsewhere", f"{folder}/steps/step=4.ckpt.decent_dp")
@@ -195,7 +210,6 @@ def stops(rank: int, n: int, folder: str) -> Any:
         cases.fitted(rank, n, module, *loaders, ckpt_path=ckpt_path, **options)
         return module
 
-    whole = fit([])
     interrupted = cases.OnExceptionCheckpoint(folder)
     try:
         fit([cases.Interrupt(1, 3, lambda _: os.kill(os.getpid(), signal.SIGTERM)), interrupted], enable_checkpointing=True)
@@ -203,7 +217,7 @@ def stops(rank: int, n: int, folder: str) -> Any:
         saved = torch.load(f"{folder}/on_exception.ckpt")
         found["sigterm"] = saved["global_step"]
     torch.distributed.barrier()
-    again = fit([], f"{folder}/on_exception.ckpt")
+    whole, again = fit([cases.Settles(saved["global_step"])]), fit([], f"{folder}/on_exception.ckpt")
     found["resumed"] = whole.run.losses[-len(again.run.losses) :] == again.run.losses
     found["resumed"] &= same(whole.run.params, again.run.params) and len(again.run.losses) == 32 - found["sigterm"]
 
@@ -233,6 +247,9 @@ def stops(rank: int, n: int, folder: str) -> Any:
         saved = torch.load(f"{folder}/hpc_ckpt_1.ckpt")
     torch.distributed.barrier()
     again = fit([], **options)  # Lightning finds the file
+    for name in slurm:
+        del os.environ[f"SLURM_{name}"]
+    whole = fit([cases.Settles(saved["global_step"])])
     found["requeued"] = len(again.run.losses) == 32 - saved["global_step"] and same(whole.run.params, again.run.params)
     found["handler"] = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     return found
@@ -442,7 +459,7 @@ def fabric(rank: int, n: int, folder: str) -> Any:
     with fabric.strategy.replica.averaged():
         run.mean = copies(model.module)
     fabric.strategy.replica.close()
-    expected = plain_loop(cases.shares(rank, n, 1), accumulate=2, clip=CLIP)
+    expected = plain_loop(cases.shares(rank, n, 1), accumulate=2, clip=CLIP, saves=(2,))
     assert_equal_runs(run, expected)
     assert run.norms == expected.norms
     again, parts = Run(), cases.fabric_parts(rank, n)

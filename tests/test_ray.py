@@ -24,9 +24,9 @@ from tests.test_docs import blocks, shown_by
 pytest.importorskip("ray")
 
 
-def plain(rank: int, n: int, batches: list[list[list[int]]]) -> Run:
+def plain(rank: int, n: int, batches: list[list[list[int]]], saves: list[int]) -> Run:
     quiet_frameworks()
-    return plain_loop(batches[rank], **OPTIONS)
+    return plain_loop(batches[rank], saves=saves, **OPTIONS)
 
 
 def in_ray(rank: int, n: int, out: str) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def test_runs_in_ray_equal_the_plain_loop_and_survive_killed_workers(workers, tm
     batches = [worker["batches"] for worker in ended]
     assert len(batches) == 2
     assert sorted(i for own in batches for batch in own for i in batch) == sorted(list(range(64)) * EPOCHS)
-    expected = workers(2, plain, batches)
+    expected = workers(2, plain, batches, [])
     for rank, (worker, run) in enumerate(zip(ended, expected, strict=True)):
         assert_equal_runs(Run(**worker["run"]), run)
         assert worker["collectives"] == []
@@ -74,6 +74,8 @@ def test_runs_in_ray_equal_the_plain_loop_and_survive_killed_workers(workers, tm
     # The same run, called again, after the two epochs of the starts before.
     ended, error = found["resumed"]
     assert error == ""
+    each = len(batches[0]) // EPOCHS
+    expected = workers(2, plain, batches, [each * epoch for epoch in range(1, EPOCHS)])
     for worker, run in zip(ended, expected, strict=True):
         assert worker["about"]["first"] == EPOCHS - 1
         assert_equal_runs(Run(**worker["run"]), run)

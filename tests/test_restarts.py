@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,12 +64,32 @@ def numbers(result: dict[str, Any]) -> dict[str, Any]:
     return {name: result[name] for name in NUMBERS}
 
 
-def train(rank: int, n: int, folder: str, checkpoints: str | None) -> Any:
-    """The example in this process: what it would write into its result."""
+def train(rank: int, n: int, folder: str, checkpoints: str | None, saves: Sequence[int] = ()) -> Any:
+    """The example in this process: what it would write into its result. ``saves``: after these steps what is in flight is mixed
+    in, as by a save."""
+    import decent_dp
+    from decent_dp.replica.snapshot import settle
     from examples import digits
 
+    made = decent_dp.gossip
+
+    def gossip(model: Any, optimizer: Any, **options: Any) -> Any:
+        replica = made(model, optimizer, **options)
+        optimizer.register_step_post_hook(lambda *_: settle(replica) if replica.stats().rounds in saves else None)
+        return replica
+
+    decent_dp.gossip = gossip
     config = digits.Config(topology="ring", epochs=EPOCHS, checkpoint=checkpoints, checkpoint_every=10**6)
     return json.loads(json.dumps(digits.train(config)))
+
+
+def undisturbed(workers: Any, saves: Sequence[int]) -> dict[str, Any]:
+    """The numbers of a run that nobody disturbs."""
+    found = numbers(workers(2, train, "", None, saves)[0])
+    assert found["accuracy"] > 0.9
+    assert found["consensus_distance"] > 0
+    assert len(found["history"]) == STEPS
+    return found
 
 
 def workers_of(process: subprocess.Popen[str]) -> dict[int, int]:
@@ -96,18 +116,8 @@ def wait_for(process: subprocess.Popen[str], folder: Path, happened: Callable[[]
         time.sleep(0.002)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(workers) -> dict[str, Any]:
-    """One that knows nothing of checkpoints."""
-    found = numbers(workers(2, train, "", None)[0])
-    assert found["accuracy"] > 0.9
-    assert found["consensus_distance"] > 0
-    assert len(found["history"]) == STEPS
-    return found
-
-
 @pytest.mark.slow
-def test_a_worker_that_is_killed_costs_nothing_but_time(undisturbed, tmp_path):
+def test_a_worker_that_is_killed_costs_nothing_but_time(workers, tmp_path):
     """SIGKILL at a random moment to one of them; torchrun starts all of them again."""
     draw = random.Random(5)
     options = ["--checkpoint", str(tmp_path / "checkpoints"), "--checkpoint-every", "7"]
@@ -118,11 +128,12 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(undisturbed, tmp_path):
         os.kill(workers_of(process)[draw.randrange(2)], signal.SIGKILL)
         assert process.wait(90) == 0, (tmp_path / "output.txt").read_text()
     assert "(exitcode: -9)" in (tmp_path / "output.txt").read_text()
-    assert numbers(json.loads((tmp_path / "result.json").read_text())) == undisturbed
+    expected = undisturbed(workers, range(7, STEPS, 7))
+    assert numbers(json.loads((tmp_path / "result.json").read_text())) == expected
 
 
 @pytest.mark.slow
-def test_workers_that_must_stop_save_and_exit(undisturbed, workers, tmp_path):
+def test_workers_that_must_stop_save_and_exit(workers, tmp_path):
     """SIGTERM to one worker, and to the other when that has saved, ends all of them well; so does a SIGTERM to torchrun.
 
     The next launch goes on.
@@ -146,7 +157,7 @@ def test_workers_that_must_stop_save_and_exit(undisturbed, workers, tmp_path):
         steps.append(saved_step(tmp_path))
         assert max(steps[-2], epoch * 22) < steps[-1] < STEPS
         assert not (tmp_path / "result.json").exists()
-    assert numbers(workers(2, train, "", checkpoints)[0]) == undisturbed
+    assert numbers(workers(2, train, "", checkpoints)[0]) == undisturbed(workers, steps)
 
 
 def told_with_a_full_disk(rank: int, n: int, folder: str) -> None:
