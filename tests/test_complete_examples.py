@@ -185,21 +185,23 @@ def numbers(result: dict[str, Any]) -> list[dict[str, float]]:
 
 
 def assert_alike(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Numbers of a run that was stopped: its save mixes what is in flight a step earlier than a run mixes that goes on."""
+    """The numbers of a run that was stopped: it saves once more, and a save mixes what is in flight."""
     for own, other in zip(numbers(found), numbers(expected), strict=True):
-        assert own == pytest.approx(other, rel=0.01)
+        assert own == pytest.approx(other, rel=0.02)
 
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return train("pretrain_gpt.py", tmp_path_factory.mktemp("gpt"))
+    folder = tmp_path_factory.mktemp("gpt")
+    return train("pretrain_gpt.py", folder, "--checkpoint", str(folder / "checkpoints"))
 
 
 @pytest.fixture(scope="module")
 def recognized(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("skimage")
     folder = tmp_path_factory.mktemp("images")
-    result = train("images_resnet.py", folder, "--save", str(folder / "model.pt"))
+    saves = "--save", str(folder / "model.pt"), "--checkpoint", str(folder / "checkpoints")
+    result = train("images_resnet.py", folder, *saves)
     return {**result, "model": folder / "model.pt"}
 
 

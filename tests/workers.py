@@ -83,7 +83,9 @@ class Workers:
         for rank in range(n):
             ours, theirs = zip(_CONTEXT.Pipe(duplex=False), _CONTEXT.Pipe(duplex=False), strict=True)
             process = _CONTEXT.Process(
-                target=_worker, args=(*theirs, self._store.port, key, rank, n, group_timeout, body, args), daemon=True
+                target=_worker,
+                args=(theirs[0], self._store.port, key, rank, n, group_timeout, body, args, theirs[1]),
+                daemon=True,
             )
             process.start()
             for pipe in theirs:
@@ -172,12 +174,21 @@ def _where(process: Any, pipe: Connection) -> str:
 
 
 def _worker(
-    pipe: Connection, stacks: Connection, port: int, key: str, rank: int, n: int, group_timeout: float, body: Any, args: Any
+    pipe: Connection,
+    port: int,
+    key: str,
+    rank: int,
+    n: int,
+    group_timeout: float,
+    body: Any,
+    args: Any,
+    stacks: Connection | None = None,
 ) -> None:
     import torch
     import torch.distributed as dist
 
-    faulthandler.register(signal.SIGUSR1, stacks.fileno())
+    if stacks is not None:
+        faulthandler.register(signal.SIGUSR1, stacks.fileno())
     gc.freeze()  # what is loaded already is not walked again: a collection takes 1 ms instead of 80
     warnings.simplefilter("error")
     for message, category, module in FOREIGN:
