@@ -185,9 +185,10 @@ def numbers(result: dict[str, Any]) -> list[dict[str, float]]:
 
 
 def assert_alike(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """The numbers of a run that was stopped: it saves once more, and a save mixes what is in flight."""
-    for own, other in zip(numbers(found), numbers(expected), strict=True):
-        assert own == pytest.approx(other, rel=0.02)
+    """A run that was stopped after two reports has saved once more, and a save mixes what is in flight."""
+    own, other = numbers(found), numbers(expected)
+    assert (own[:2], len(own)) == (other[:2], len(other))
+    assert own[-1] == pytest.approx(other[-1], rel=0.05)
 
 
 @pytest.fixture(scope="module")

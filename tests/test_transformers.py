@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from decent_dp.checkpoint import read_parameters
+from decent_dp.replica.snapshot import settle
 from tests.framework_cases import (
     Model,
     Points,
@@ -472,6 +473,9 @@ def in_other_orders(rank: int, n: int, folder: Path) -> list[str]:
         "eval_steps": 2,
         "save_strategy": "steps",
         "save_steps": 2,
+        # The first one: after the last save two workers have the same model anyhow.
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,
     }
     trainer = trainer_of(folder / "best", max_steps=4, load_best_model_at_end=True, **steps)
     integration.attach(trainer)
@@ -526,7 +530,8 @@ def test_one_process_needs_no_launcher(workers, tmp_path):
     workers(1, alone, tmp_path)
 
 
-def interrupted(rank: int, n: int, folder: Path, stops: bool) -> list[Tensor]:
+def interrupted(rank: int, n: int, folder: Path, stops: bool, settles: int = 0) -> list[Tensor]:
+    """``settles``: after this step what is in flight is mixed in, as by a save."""
     as_launched(rank, n)
     from transformers import TrainerCallback
 
@@ -537,12 +542,14 @@ def interrupted(rank: int, n: int, folder: Path, stops: bool) -> list[Tensor]:
             if stops and rank == 1 and state.global_step == 2:
                 os.kill(os.getpid(), signal.SIGUSR1)
             assert not stops or state.global_step < 400
+            if state.global_step == settles:
+                settle(callback.replica)
 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             (folder / f"seen-{state.global_step}-{rank}").touch()
 
     trainer = trainer_of(folder, callbacks=[Interrupt()], max_steps=400)
-    attach(trainer, signals=(signal.SIGUSR1,))
+    callback = attach(trainer, signals=(signal.SIGUSR1,))
     trainer.train(resume_from_checkpoint=bool(list(folder.glob("checkpoint-*"))))
     return copies(trainer.model)
 
@@ -552,11 +559,12 @@ def test_a_signal_to_one_worker_stops_all_after_the_same_step(workers, tmp_path)
     stopped = workers.outcomes(2, interrupted, tmp_path / "a", True)
     assert [(outcome.error, outcome.message) for outcome in stopped] == [("SystemExit", "0")] * 2
     [checkpoint] = (tmp_path / "a").glob("checkpoint-*")
-    assert 2 < int(step := checkpoint.name.removeprefix("checkpoint-")) < 400
+    step = int(checkpoint.name.removeprefix("checkpoint-"))
+    assert 2 < step < 400
     # Callbacks of the user have seen the checkpoint, as any other.
     assert sorted(path.name for path in (tmp_path / "a").glob("seen-*")) == [f"seen-{step}-0", f"seen-{step}-1"]
     resumed = workers(2, interrupted, tmp_path / "a", False)
-    undisturbed = workers(2, interrupted, tmp_path / "b", False)
+    undisturbed = workers(2, interrupted, tmp_path / "b", False, step)
     for a, b in zip(resumed, undisturbed, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -574,7 +582,7 @@ def resized(rank: int, n: int, folder: Path, steps: int) -> tuple[int, list[Tens
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             seen.extend((callback.replica.stats().rounds, copies(trainer.model)))
 
-        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
             if state.global_step == steps:
                 seen.append(copies(trainer.model))
 
@@ -588,13 +596,13 @@ def resized(rank: int, n: int, folder: Path, steps: int) -> tuple[int, list[Tens
 
 @pytest.mark.slow
 def test_another_number_of_workers_goes_on_from_the_replicas(workers, tmp_path):
-    two = workers(2, resized, tmp_path, 3)
-    assert [rounds for rounds, *_ in two] == [0, 0]
-    three = workers(3, resized, tmp_path, 6)
-    assert [rounds for rounds, *_ in three] == [3, 3, 3]
-    for _, begin, _ in three:  # each is one that was saved, not their mean
-        assert any(all(torch.equal(a, b) for a, b in zip(begin, end, strict=True)) for _, _, end in two)
-    assert len({tuple(begin[0].flatten().tolist()) for _, begin, _ in three}) == 2
+    three = workers(3, resized, tmp_path, 3)
+    assert [rounds for rounds, *_ in three] == [0] * 3
+    four = workers(4, resized, tmp_path, 6)
+    assert [rounds for rounds, *_ in four] == [3] * 4
+    for _, begin, _ in four:  # each is one that was saved, not their mean
+        assert any(all(torch.equal(a, b) for a, b in zip(begin, end, strict=True)) for _, _, end in three)
+    assert len({tuple(begin[0].flatten().tolist()) for _, begin, _ in four}) > 1
 
 
 def interrupted_while_evaluating(rank: int, n: int, folder: Path) -> None:
