@@ -299,6 +299,18 @@ def test_the_workers_of_a_replica_agree_on_a_round_and_on_an_epoch():
     assert monitor.epochs.limit == math.inf
 
 
+def test_the_workers_of_a_replica_are_all_connected():
+    """In agreements each meets the first one only."""
+    transport: Any = Fake({})
+    connected: list[int] = []
+    transport.plane = SimpleNamespace(connect=connected.append)
+    neighbours = SimpleNamespace(lost=list, ended=list, left=list, fail=lambda error: None)
+    mates = Mates(transport, make_monitor(transport, neighbours, ((0, 1, 5), (2, 3, 4))))
+    mates.start(0)
+    mates.close()
+    assert sorted(connected) == [3, 4]
+
+
 def test_a_call_waits_for_whole_replicas():
     """Worker 3 is not heard by the others; by worker 2, perhaps, it is."""
     mates, _ = make_mates({})
