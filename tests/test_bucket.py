@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from decent_dp._sizes import MIB
-from decent_dp.engine.layout import FlatBuffer, TensorSpec, dense_stride, plan_buckets
+from decent_dp.engine.layout import FlatBuffer, TensorSpec, dense_stride, plan_buckets, plan_turns
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -64,6 +65,13 @@ def test_plans(layout):
 
     lasts = [max(place[slot.index] for slot in plan.slots) for plan in plans]
     assert lasts == sorted(lasts)
+
+
+@pytest.mark.parametrize("order", [[0], [0, 0], [0, 2], [1, 0, 2], [-1, 0]])
+def test_an_order_that_is_no_permutation(order):
+    specs, unused = [TensorSpec.of(f"p{i}", torch.zeros(2)) for i in range(2)], cast("Any", None)
+    with pytest.raises(ValueError, match="permutation"):
+        plan_turns(specs, order, 100, unused)
 
 
 def test_an_empty_plan():

@@ -281,12 +281,14 @@ def test_the_first_proposal_stays_and_promises_add_up(make_store, caplog):
 
 def test_what_led_to_an_epoch_is_forgotten_after_a_while():
     store = EpochStore(dist.HashStore(), "run", {})
+    assert store.come_back(3, 0) == {0}
     for number in range(1, 20):
         store.promise(number, Promise(0, 0, 7, (), {}, (0, 0, 0, 3)))
         assert store.decide(epoch_of(number, 0), is_newest=True) is not None
     assert [number for number in range(1, 20) if store.is_proposed(number)] == list(range(12, 20))
     assert [number for number in range(1, 20) if store.promises(number)] == list(range(12, 20))
     assert store.read(1) == epoch_of(1, 0)
+    assert not joining._whole_store(store._all).check(["run/epoch/3/back"])
 
 
 def test_a_store_that_was_emptied_gets_the_run_back_together_with_its_epoch(server, living):

@@ -108,11 +108,9 @@ def plan_buckets(
     filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     filled: dict[tuple[torch.dtype, torch.device], int] = {}
     groups: list[list[int]] = []
-
     for index in order:
         spec = specs[index]
-        kind = (spec.dtype, spec.device)
-        size = spec.numel * spec.dtype.itemsize
+        kind, size = (spec.dtype, spec.device), spec.numel * spec.dtype.itemsize
         limit = first_bytes if first_bytes is not None and groups and filling.get(kind) is groups[0] else limit_bytes
         if kind not in filling or filled[kind] + size > limit:
             filling[kind], filled[kind] = [], 0
@@ -142,6 +140,8 @@ def plan_turns(
         specs, order, limit_bytes: as of ``plan_buckets``.
         topology: of the whole, which includes ``mix_every``.
     """
+    if sorted(order) != list(range(len(specs))):
+        raise ValueError(f"order must be a permutation of 0..{len(specs) - 1}, got {list(order)!r}")
     sizes = [(spec.numel if spec.whole is None else spec.whole) * spec.dtype.itemsize for spec in specs]
     total, h = max(1, sum(sizes)), topology._final_part()[1]
     if h == 1:
