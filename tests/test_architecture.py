@@ -281,12 +281,17 @@ def test_files_have_at_most_600_lines():
 
 # Lines of a room at most. The goals are lower (transport 3,200, membership 1,100, replica 2,900, engine 1,000, checkpoint
 # 1,900): these numbers only shrink.
-LINES = {"transport": 8706, "membership": 1805, "replica": 4682, "engine": 1000, "checkpoint": 2530, "integrations": 1880}
+LINES = {"transport": 8706, "membership": 1802, "replica": 4682, "engine": 1000, "checkpoint": 2530, "integrations": 1880}
 
 
 @pytest.mark.parametrize("room", LINES)
 def test_rooms_do_not_grow(room: str) -> None:
     assert sum(len(path.read_text().splitlines()) for path in (SOURCE / room).rglob("*.py")) <= LINES[room]
+
+
+def test_only_the_policy_knows_whether_faults_are_tolerated():
+    asking = {module_of(path) for path in FILES if "tolerates_faults" in path.read_text()}
+    assert asking == {"membership.monitor", "replica.replica", "replica.mean"}
 
 
 # What is there twice, still: the list only shrinks.

@@ -463,7 +463,7 @@ def _advise_on_nodes(topology: object, agreed: Agreement, on_node: int, rank: in
     """Each worker sends a copy of the model, and those of a node share its link."""
     several = 1 < on_node < agreed.peers.world_size and agreed.replicas.shards == 1
     plain = topology == "base-2" and agreed.settings.compression is None and agreed.settings.mix_every == 1
-    if rank == 0 and several and plain and not agreed.monitor.tolerates_faults:
+    if rank == 0 and several and plain and agreed.peers.neighbours is None:
         _log.warning(
             "nodes have %d workers each, and with topology='base-2' each of them sends a copy of the model per step to another "
             "node: that may take longer than DDP. topology='hierarchical' sends one copy per node; `decent-dp plan` compares.",

@@ -135,10 +135,11 @@ class AveragedReplica:
                     f"the decay of AveragedReplica is {found[0][1]!r} on worker {first} and {decay!r} on worker {rank}: pass "
                     "the same on every worker"
                 )
-            # With faults those that were late have made fewer, and those that have joined as well.
-            if updates != found[0][0] and not self._replica.tolerates_faults:
-                raise OutOfStepError(
-                    f"AveragedReplica has averaged {found[0][0]} updates on worker {first} and {updates} on worker {rank}: "
-                    "call its update() on every worker, after the same updates of the model. With uneven inputs, where workers "
-                    "run out in join(), call it once after each join() instead."
+            if updates != found[0][0]:
+                self._replica.monitor.refuse(
+                    OutOfStepError(
+                        f"AveragedReplica has averaged {found[0][0]} updates on worker {first} and {updates} on worker {rank}: "
+                        "call its update() on every worker, after the same updates of the model. With uneven inputs, where "
+                        "workers run out in join(), call it once after each join() instead."
+                    )
                 )

@@ -96,6 +96,7 @@ def calibrate(model: Trained, loader: Iterable[Any]) -> None:
     Raises:
         ValueError: a loader gave no batch.
         TypeError: it gave something else.
+        NonFiniteError: the statistics of a worker are not finite; with ``faults``: of all workers.
         OutOfStepError: the workers have made different numbers of updates. All of these on all workers, and nothing is changed.
     """
     replica = replica_of(model, "calibrate")
@@ -113,13 +114,14 @@ def _calibrate(replica: Replica, loader: Iterable[Any]) -> None:
         own = call_on_all(control, lambda: _run(model, loader))
 
         def weigh() -> tuple[list[Tensor], int]:
-            # Where faults are tolerated, a replica that is not finite has no part in it.
-            counts = not replica.tolerates_faults or all(map(all_finite, statistics))
+            counts = all(map(all_finite, statistics))
             batches = control.gather(own if counts else 0)
-            if not any(batches):
-                raise NonFiniteError(
-                    "calibrate: no replica has finite statistics. Start the workers again from the last checkpoint."
-                )
+            if not all(batches):
+                bad = [rank for rank, number in zip(control.ranks, batches, strict=True) if not number]
+                error = NonFiniteError(f"calibrate: a batch, or the model, holds a NaN or an infinity on workers {bad}.")
+                if not any(batches):
+                    raise error
+                replica.monitor.refuse(error)
             share = own * len(batches) / sum(batches)
             means = [share * t.to(torch.promote_types(t.dtype, torch.float32)) for t in statistics]
             if not counts:

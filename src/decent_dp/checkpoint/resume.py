@@ -73,8 +73,7 @@ def load(
     replica.parameters.locate()  # a gathered parameter becomes the shard that is loaded
     transport = replica.world
     control, rank, n = transport.control, transport.rank, transport.world_size
-    if replica.tolerates_faults:
-        replica.begin_collective("load")  # all continue in one round
+    replica.meet("load")
     begin_load(replica)
 
     def look() -> tuple[Path, Sight]:

@@ -110,8 +110,7 @@ def save(
             this save; names it, or those that have not.
     """
     replica = replica_of(model, "save")
-    if replica.tolerates_faults:
-        replica.begin_collective("save")  # all continue in one round
+    if replica.meet("save"):
         saver_of(replica).agree(path)
         replica.mates.wait_for_whole_replicas()
     saving = saver_of(replica).save(replica, path, {} if state is None else state, keep, wait)
@@ -247,16 +246,16 @@ class Saver(Listener):
         """Where faults are tolerated: a worker that has joined learns how checkpoints are named."""
         key = os.path.realpath(path) if isinstance(path, (str, os.PathLike)) else ""
         root = self._roots.get(key)
-        attempts = self._transport.control.gather(None if root is None else root.attempt)
+        found = self._transport.control.gather([None if root is None else root.attempt, self._saves])
         if root is None and key:
-            self._roots[key] = _Root(max((attempt for attempt in attempts if attempt is not None), default=0))
+            self._roots[key] = _Root(max((attempt for attempt, _ in found if attempt is not None), default=0))
+        self._saves = max(saves for _, saves in found)
 
     def save(self, replica: Replica, path: str | os.PathLike[str], state: Mapping[str, Any], keep: int, wait: bool) -> Saving:
         """Copies the state of ``replica`` and starts the thread of this save. ``wait`` is only checked."""
         replica.refuse_closed()
         replica.refuse_in_join("save")
-        # Some may have joined later, where faults are tolerated.
-        number = replica.world.control.calls if replica.tolerates_faults else self._saves
+        number = self._saves
         self._saves += 1
         where, shard = Path(f"save number {number}"), None
         try:

@@ -43,7 +43,7 @@ class LightningOverSurvivors(Strategy):  # type: ignore[misc]
         """The workers of a collective; None for those of the process group."""
         replica = self.current_replica()
         if replica is not None:
-            self._last_control = replica.world.control if replica.tolerates_faults else None
+            self._last_control = replica.survivors
         control = self._last_control
         if control is None or (replica is None and len(control.ranks) == self.world_size):
             return None

@@ -142,7 +142,7 @@ def save_again(replica: Replica, save: Callable[[], Saving]) -> None:
         error = save().error
         if error is None:
             return
-        if replica.tolerates_faults and isinstance(error, CheckpointError):
+        if isinstance(error, CheckpointError):
             control.begin("save")
             control.gather(None)
         if tuple(control.ranks) == ranks:

@@ -118,7 +118,7 @@ class GossipStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy):  # t
         self.replica = self.make_replica(self.lightning_module, self.optimizers)
         self._left_out, self._random = 0, None
         self._contexts.enter_context(_Stops(self, trainer, self.replica))
-        if self.replica.tolerates_faults:
+        if self.replica.survivors is not None:
             self._contexts.enter_context(self.survivor_metrics(self.lightning_module))
 
     def _setup_without_the_others(self, trainer: pl.Trainer) -> None:
@@ -178,7 +178,7 @@ class GossipStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy):  # t
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         found = super().optimizer_step(optimizer, closure, model, **kwargs)
         replica = self.current_replica()
-        if replica is not None and replica.tolerates_faults and self.lightning_module.automatic_optimization:
+        if replica is not None and replica.survivors is not None and self.lightning_module.automatic_optimization:
             self._leave_out_batches()
         return found
 

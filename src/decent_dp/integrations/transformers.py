@@ -225,7 +225,7 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
         self.replica = replica
         if self._resume is not None:
             self._load_replicas(Path(self._resume) / _REPLICAS)
-        if replica.tolerates_faults:
+        if replica.survivors is not None:
             self._survivors = TrainerOverSurvivors(trainer, replica)
         self._rounds = replica.stats().rounds
         self._stop, self._saved, self._ends = None, -1, False

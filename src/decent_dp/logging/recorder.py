@@ -95,7 +95,7 @@ class Recorder:
                 "each_worker": check_bool("each_worker", each_worker),
             }
             path = Path(folder)
-            if rank == 0 or each_worker or replica.tolerates_faults:
+            if rank == 0 or each_worker or replica.survivors is not None:
                 _writer_class()
                 path.mkdir(parents=True, exist_ok=True)
             return path, {"settings": settings}

@@ -50,6 +50,10 @@ class Members:
         """``Roster.start`` and ``Roster.dealt`` of the present roster are these; the same on all workers."""
         self._origin = round_, dealt
 
+    def refuse(self, error: Exception) -> None:
+        """Raises ``error``: some workers cannot take part in a call, or are in another round."""
+        raise error
+
     def knows(self, round_: int) -> bool:
         """``Epochs.knows``."""
         return True
@@ -127,6 +131,9 @@ class MembershipMonitor(Members):
             number, start, dealt = newest.number, newest.start, newest.dealt
         return Roster(number, members.index(own) if is_in else -1, len(members), members, holes, start, dealt)
 
+    def refuse(self, error: Exception) -> None:
+        """It goes on without them."""
+
     def knows(self, round_: int) -> bool:
         return self.epochs is None or self.epochs.knows(round_)
 
@@ -192,10 +199,9 @@ class MembershipMonitor(Members):
         if n > 1 and not self.neighbours.living() and (silent | lost) - set(self.neighbours.ended()):
             self._check_cut_off()
         elif len(here) < min(self.faults.min_workers, n):
-            least = self.faults.min_workers
             raise PeerLostError(
-                f"{len(here)} of {len(here | lost)} workers are left, and faults=Tolerate(min_workers={least}) wants more: "
-                f"{_named(lost)} gone. Start the workers again from the newest checkpoint, or allow fewer."
+                f"{len(here)} of {len(here | lost)} workers are left, without {sorted(lost)}, and faults=Tolerate(min_workers="
+                f"{self.faults.min_workers}) wants more. Start the workers again from the newest checkpoint, or allow fewer."
             )
         else:
             self._cut_off_since, self._waits = None, False
@@ -225,13 +231,8 @@ class MembershipMonitor(Members):
     def _announce(self, epoch: Epoch, before: Roster, absent: frozenset[int]) -> None:
         old = before if self._coming is None else self._coming[1]  # of the one that has not begun yet
         self._coming, self._vouched = (epoch, old), set(absent.intersection(epoch.members))
-        _log.warning(
-            "epoch %d, from round %d on: %d workers, %s",
-            epoch.number,
-            epoch.start,
-            len(epoch.members),
-            ", ".join(map(str, epoch.members)),
-        )
+        who = ", ".join(map(str, epoch.members))
+        _log.warning("epoch %d, from round %d on: %d workers, %s", epoch.number, epoch.start, len(epoch.members), who)
 
     # -- processes that join ------------------------------------------------------------------------------------------
 
@@ -293,7 +294,3 @@ class MembershipMonitor(Members):
             f"worker {self._transport.rank} {what}: the network is gone, or the others are. Start all workers again from the "
             "newest checkpoint, or let it train alone: faults=Tolerate(partition='train')."
         )
-
-
-def _named(ranks: set[int]) -> str:
-    return ", ".join(f"worker {rank}" for rank in sorted(ranks)) + (" are" if len(ranks) > 1 else " is")

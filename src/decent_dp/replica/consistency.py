@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from decent_dp import errors
 from decent_dp.engine.layout import TensorSpec
+from decent_dp.membership import Members
 from decent_dp.replica.optimizer_guards import first_difference
 from decent_dp.replica.shards import placement
 from decent_dp.transport import Control, Transport
@@ -166,13 +167,13 @@ def texts_of(transport: Transport, agreed: Future[Mapping[int, str]], what: str)
     return texts
 
 
-def check_same_call(control: Control, round_: int, factor: float, what: str, *, same_round: bool = True) -> list[int]:
+def check_same_call(control: Control, round_: int, factor: float, what: str, members: Members) -> list[int]:
     """Checks, before a collective call of the user's named ``what``, that all workers make this one, at the same round.
 
     Args:
         round_: of this worker.
-        same_round: whether they must be in the same one.
         factor: the adaptive factor. Different factors would let the mean over the replicas drift.
+        members: of the run.
 
     Returns:
         The rounds of all.
@@ -189,12 +190,11 @@ def check_same_call(control: Control, round_: int, factor: float, what: str, *, 
             f"not all workers called {what}: every worker must call it, also where only one uses the result (put "
             f"`if rank == 0:` inside `with model.averaged():`, not around it). {error}"
         ) from error
-    if same_round and len(set(rounds)) > 1:
-        raise errors.OutOfStepError(
-            f"{what} needs all workers at the same update, and they have made different numbers "
-            f"({worker_counts(rounds, control.ranks)}). Uneven numbers of batches need `with model.join():` around the loop."
-        )
     ranks = control.ranks
+    if len(set(rounds)) > 1:
+        made = worker_counts(rounds, ranks)
+        text = f"{what} needs all workers at the same update, and they have made different numbers ({made})."
+        members.refuse(errors.OutOfStepError(f"{text} Uneven numbers of batches need `with model.join():` around the loop."))
     odd = next((i for i, own in enumerate(factors) if own != factors[0]), None)
     if odd is not None:
         raise errors.DisagreementError(

@@ -41,16 +41,9 @@ class Mean:
         scoped: whether the end of a with-block restores the backup.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        parameters: Parameters,
-        world: Transport,
-        members: Members,
-        mates: Mates,
-    ) -> None:
+    def __init__(self, model: nn.Module, parameters: Parameters, world: Transport, members: Members, mates: Mates) -> None:
         self._model, self._parameters = model, parameters
-        self._world, self._replicas, self._mates = world, members.replicas, mates
+        self._world, self._members, self._replicas, self._mates = world, members, members.replicas, mates
         self._needs_all = not members.tolerates_faults
         self.backup: list[tuple[Tensor, Tensor]] | None = None
         self.scoped = False
@@ -103,9 +96,11 @@ class Mean:
                 )
         number_of = {rank: self._replicas.place_of(rank)[0] for rank in control.ranks}
         bad = {number_of[rank] for rank in problems}
-        if problems and (self._needs_all or bad == {*number_of.values()}):
-            raise NonFiniteError(next(iter(problems.values())))
         if problems:
+            error = NonFiniteError(next(iter(problems.values())))
+            if bad == {*number_of.values()}:
+                raise error
+            self._members.refuse(error)
             _log.warning("%s is without the replicas of workers %s, which hold a NaN or an infinity", what, list(problems))
         return number_of[self._world.rank] not in bad
 

@@ -38,7 +38,7 @@ from decent_dp.replica.shards import fsdp_modules
 from decent_dp.replica.shared_statistics import Statistics, tell_drifts, tell_replicas
 from decent_dp.replica.shutdown import passing_error, shut_down
 from decent_dp.replica.uneven import finish_together
-from decent_dp.transport import NewcomerTransport, Transport
+from decent_dp.transport import Control, NewcomerTransport, Transport
 
 __all__ = ["Listener", "Replica", "Stats"]
 
@@ -212,7 +212,7 @@ class Replica(HookedModel):
         if self.before_first_round is not None:
             self.before_first_round()
             self.before_first_round = None
-        if self.engine.started is None and self.tolerates_faults and self.replicas.shards == 1:  # a mesh needs it
+        if self.engine.started is None and self.monitor.tolerates_faults and self.replicas.shards == 1:  # a mesh needs it
             self.world.leave_process_group()
         self.mates.refuse_lost()
         self.monitor.look(self.engine.round)
@@ -340,8 +340,8 @@ class Replica(HookedModel):
         Raises:
             RuntimeError: faults are not tolerated, so that the roster stays as it is.
         """
-        if not self.tolerates_faults:
-            raise RuntimeError("on_roster needs faults=decent_dp.Tolerate(...): without it the workers stay the same.")
+        text = "on_roster needs faults=decent_dp.Tolerate(...): without it the workers stay the same."
+        self.monitor.refuse(RuntimeError(text))
         self.monitor.callbacks.append(callback)
 
     def stats(self) -> Stats:
@@ -443,11 +443,6 @@ class Replica(HookedModel):
                 f"newest state of another worker already. Leave {what} out where replica.roster.seat is -1."
             )
 
-    @property
-    def tolerates_faults(self) -> bool:
-        """Whether workers may be in different rounds, or gone."""
-        return self.monitor.tolerates_faults
-
     def begin_collective(self, what: str) -> None:
         """Checks, before a collective call of the user's, that all workers make this one, at the same round.
 
@@ -463,16 +458,26 @@ class Replica(HookedModel):
         self._wait_while_cut_off(at_once=True)
         engine, control = self.engine, self.world.control
         control.begin(what, self.monitor.newest_round(engine.round))
-        rounds = check_same_call(control, engine.round, engine.factor, what, same_round=not self.tolerates_faults)
-        if self.tolerates_faults:
+        rounds = check_same_call(control, engine.round, engine.factor, what, self.monitor)
+        if min(rounds) < max(rounds):
             # Those that were silent or late for a while are in other rounds, with as many updates.
             engine.go_to(max(rounds))
             if self.mean.backup is None:
                 self.rebind()
-                if min(rounds) < max(rounds):  # a worker in a later round may have mixed what is in flight here
-                    for bucket in engine.buckets:
-                        engine.finish(bucket)
+                for bucket in engine.buckets:  # a worker in a later round may have mixed what is in flight here
+                    engine.finish(bucket)
         self.mates.wait_for_whole_replicas()
+
+    def meet(self, what: str) -> bool:
+        """``begin_collective``, for a call that does without where all workers are in the same round; whether it was made."""
+        if may_differ := self.monitor.tolerates_faults:
+            self.begin_collective(what)
+        return may_differ
+
+    @property
+    def survivors(self) -> Control | None:
+        """What a framework uses in place of the process group's collectives, which a death breaks; None: it may use those."""
+        return self.world.control if self.monitor.tolerates_faults else None
 
     def close(self) -> None:
         """Waits for the exchange in flight, drops it, and releases the connections; parameters stay as they are.
