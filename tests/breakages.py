@@ -37,7 +37,7 @@ class Breakage:
 BREAKAGES = [
     Breakage(
         "the sign of the mix",
-        "rules/base.py",
+        "rules/rule.py",
         "values.add_(difference)",
         "values.sub_(difference)",
     ),

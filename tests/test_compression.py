@@ -26,9 +26,9 @@ from decent_dp.compression import (
     check_compression,
     lattice,
 )
-from decent_dp.compression.base import Block
 from decent_dp.compression.blockwise import _BLOCK_ON_CPU
-from decent_dp.compression.lattice import _FEW, LARGEST_NUMBER, PRIME, Run, Scratch, _weights
+from decent_dp.compression.codec import Block
+from decent_dp.compression.lattice import _FEW, LARGEST_NUMBER, PRIME, Scratch, Stretch, _weights
 from tests.helpers import compression_of, expect_the_most, some_in_the_fast_tests
 
 CPU = torch.device("cpu")
@@ -905,10 +905,10 @@ def test_all_ways_to_sum_are_one(limit):
     """Workers with and without a GPU must agree."""
     numbers = torch.from_numpy(np.random.default_rng(limit).integers(-limit, limit, 3000, endpoint=True)).float()
     blocks = (Block(0, 0, 700, 0, 0), Block(1, 0, 2300, 700, 0))
-    small = Run(0, blocks, 24, small=True).small_sums(numbers)
+    small = Stretch(0, blocks, 24, small=True).small_sums(numbers)
     weights, by_column, by_row = (np.asarray(given, dtype=object) for given in _weights())
     for i, (block, part) in enumerate(zip(blocks, torch.split(numbers, [700, 2300]), strict=True)):
-        alone = Run(0, [block], 24, small=False)
+        alone = Stretch(0, [block], 24, small=False)
         scratch = Scratch([alone], torch.float32, CPU)
         scratch._numbers[: block.numel] = part
         large = scratch.sums(alone, scratch._numbers[: block.numel], np.array([float(part.abs().max())]))

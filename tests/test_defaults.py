@@ -19,7 +19,7 @@ from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.optim import AccumAdam, AccumAdamW, optim_fn_accum_adamw, optim_fn_adamw
 from decent_dp.rules import Anticipation, DriftCorrection, GASLoC, OuterNesterov
 from decent_dp.sim import Simulation, run
-from decent_dp.sim.data import digits
+from decent_dp.sim.datasets import digits
 from tests.helpers import SGD, seed_cpu
 
 N, STEPS = 2, 6

@@ -30,7 +30,7 @@ from decent_dp.cli import watch as watching
 from decent_dp.cli.inputs import BadInputError
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.logging import Recorder, publish, publisher
-from decent_dp.logging.status import FolderEntries, Run, Status, StoreEntries, open_folder
+from decent_dp.logging.status import FolderEntries, RunEntry, Status, StoreEntries, open_folder
 from decent_dp.transport import InProcessTransport
 from decent_dp.transport.collectives import Collectives
 from decent_dp.transport.store import server_of
@@ -382,10 +382,10 @@ class Known:
     def __init__(self, *statuses: Status) -> None:
         self.now = {status.rank: status for status in statuses}
 
-    def runs(self) -> Sequence[Run]:
+    def runs(self) -> Sequence[RunEntry]:
         return list(self.now.values())[:1]
 
-    def statuses(self, run: Run) -> dict[int, Status]:
+    def statuses(self, run: RunEntry) -> dict[int, Status]:
         if self.now is None:
             raise ConnectionError
         return self.now

@@ -14,7 +14,7 @@ from torch import Tensor
 from decent_dp.compression.int8 import Int8
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.rules import Gossip, OuterNesterov, Round, Rule
-from decent_dp.rules.base import check_rule
+from decent_dp.rules.rule import check_rule
 from decent_dp.sim import VirtualCluster
 from decent_dp.topo import Edge, TopologyReg, make_topology
 from decent_dp.transport import run_replicas

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from decent_dp.rules import Gossip, Round, Rule
-from decent_dp.rules.base import apply_rule
+from decent_dp.rules.rule import apply_rule
 
 RULE, ROUND = Gossip(), Round(0)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

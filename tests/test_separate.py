@@ -19,7 +19,7 @@ from decent_dp.cli import launch as command
 from decent_dp.cli import main
 from decent_dp.launch import separate
 from decent_dp.launch.local import Failure, worker_variables
-from decent_dp.launch.separate import Outcome, run_separately
+from decent_dp.launch.separate import Ending, run_separately
 from tests.test_launch_command import BEGIN, JOIN_OR_BEGIN, launch
 
 BOTH: Mapping[int, int] = {0: 0, 1: 0}
@@ -37,7 +37,7 @@ def wait_for(name):
 
 def run(
     folder: Path, script: str, look: Callable[[str], Mapping[int, int] | None], max_restarts: int = 0
-) -> tuple[Outcome, list[str]]:
+) -> tuple[Ending, list[str]]:
     """Two workers. Also returns what was said; the file ``said-K`` is there when K lines were."""
     (folder / "train.py").write_text(f"{SCRIPT}\nos.chdir({str(folder)!r})\n{script}")
     lines: list[str] = []
@@ -96,7 +96,7 @@ def test_a_worker_that_has_joined_is_one_that_another_one_can_join(tmp_path):
         "worker 1 of 2 ended with exit code 7; the other one goes on, and it starts again (restart 1 of 3)",
         "worker 0 of 2 ended with exit code 3; the other one goes on, and it starts again (restart 1 of 3)",
     ]
-    assert outcome == Outcome((0, 1))
+    assert outcome == Ending((0, 1))
 
 
 # Worker 1 is killed at its 20th step. With "both" worker 0 is killed when worker 1 is back, and all end when it is back, too.
@@ -249,7 +249,7 @@ def test_the_last_line_says_what_keep_going_needs(tmp_path, monkeypatch, capfd, 
     for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):  # the command sets them
         monkeypatch.setenv(name, "")
     (tmp_path / "train.py").write_text("")
-    outcome = Outcome((), Failure(1, 3, "", 0.0), begun=begun)
+    outcome = Ending((), Failure(1, 3, "", 0.0), begun=begun)
     monkeypatch.setattr(separate, "run_separately", lambda *_: outcome)
     assert main(["launch", "--nproc", "2", "--keep-going", str(tmp_path / "train.py")]) == 1
     line = "decent-dp: worker 1 of 2 ended with exit code 3"

@@ -242,7 +242,7 @@ def test_all_paths_agree(monkeypatch: pytest.MonkeyPatch, path: int, events: str
     fast = train(ALL[events], model, optim_fn, vectorize=True, **options)
     loop = train(ALL[events], model, optim_fn, vectorize=False, **options)
     monkeypatch.setattr(exchange, "LosslessExchange", LosslessByBuckets)
-    monkeypatch.setattr("decent_dp.sim.statistics.LosslessExchange", LosslessByBuckets)
+    monkeypatch.setattr("decent_dp.sim.statistics_exchange.LosslessExchange", LosslessByBuckets)
     buckets = train(ALL[events], model, optim_fn, vectorize=True, **options)
     tolerance = 1e-6 if isinstance(optim_fn.func, type) and issubclass(optim_fn.func, GossipAdamW) else 1e-9
     for t, (own, *others) in enumerate(zip(fast, loop, buckets, strict=True)):

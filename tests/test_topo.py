@@ -32,7 +32,7 @@ from decent_dp.topo import (
     TopologyReg,
     make_topology,
 )
-from decent_dp.topo.base import worker_scope
+from decent_dp.topo.abstract import worker_scope
 
 NAMES = ["complete", "ring", "one-peer-exp", "alternating-exp-ring", "base-2", "random-matching", "hierarchical"]
 BUILT_IN = [

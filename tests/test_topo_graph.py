@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decent_dp.topo import Edge, GraphTopology, RingTopology, Topology, TopologyReg, make_topology
-from decent_dp.topo.base import worker_scope
+from decent_dp.topo.abstract import worker_scope
 
 
 def links_of(topology: Topology) -> Counter[tuple[int, int]]:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from decent_dp.compression import BFloat16, Int8, Lossless
-from decent_dp.compression.base import MessageId
 from decent_dp.compression.blockwise import _BLOCK_ON_CPU
+from decent_dp.compression.codec import MessageId
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError, WireError
 from decent_dp.topo import Edge

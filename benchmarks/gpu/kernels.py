@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpu.case import ALONE, GOSSIP, SkipError, Worker, case
 from decent_dp.compression import COMPRESSIONS
-from decent_dp.compression.base import FLAG, Compression, FlatTensor, MessageId
+from decent_dp.compression.codec import FLAG, Compression, FlatTensor, MessageId
 
 # Parameters of several blocks, of one, of a part of a tile, of one element and of none.
 SHAPES = [(97, 700), (64, 64), (17, 3), (1, 1), (0, 4), (5, 1000)]

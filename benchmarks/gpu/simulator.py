@@ -14,7 +14,7 @@ from benchmarks.gpu.case import ALONE, GOSSIP, SINGLE, SkipError, Worker, case, 
 from decent_dp.rules import DriftCorrection, OuterNesterov
 from decent_dp.sim import Simulation, VirtualCluster, run
 from decent_dp.sim import experiment as experiments
-from decent_dp.sim.data import Data, digits
+from decent_dp.sim.datasets import Data, digits
 
 # Name of data as the digits': classes as clouds around ten points.
 _CLOUDS = "clouds"

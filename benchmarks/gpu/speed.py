@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 import decent_dp
 from benchmarks.gpu.case import ALONE, GOSSIP, PAIR, SkipError, Worker, case
 from decent_dp.compression import COMPRESSIONS, check_compression
-from decent_dp.compression.base import FlatTensor, MessageId
+from decent_dp.compression.codec import FlatTensor, MessageId
 from decent_dp.optim import AccumAdamW, GossipAdamW
 
 # Parameters whose updates and messages are timed: 24 matrices with their biases.

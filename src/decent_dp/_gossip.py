@@ -46,7 +46,7 @@ from decent_dp.replica.snapshot import (
     settle,
 )
 from decent_dp.rules import Rule
-from decent_dp.rules.base import check_rule
+from decent_dp.rules.rule import check_rule
 from decent_dp.topo import Topology
 from decent_dp.transport import Transport, check_encrypt, check_transport, group_of_replicas, open_transport
 

@@ -33,7 +33,7 @@ from decent_dp.replica.construction import Agreement, Arguments, Settings, worke
 from decent_dp.replica.live import start_replica
 from decent_dp.replica.replica import Stats
 from decent_dp.rules import Rule
-from decent_dp.rules.base import check_rule
+from decent_dp.rules.rule import check_rule
 from decent_dp.topo import Topology
 from decent_dp.topo import TopologyReg as TopologyReg  # existing scripts import it from here
 from decent_dp.transport import Transport, check_encrypt, check_transport, open_transport

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decent_dp.kernels import accum_adam, gossip_adamw, tables
+from decent_dp.kernels import accum_adam, gossip_adamw_cuda, tables
 from decent_dp.optim import AccumAdam, AccumAdamW, GossipAdamW
 
-accum_adam._BLOCK = gossip_adamw._BLOCK = 64
-gossip_adamw._STRIP, gossip_adamw._ROWS, gossip_adamw._COLUMNS = 8, 4, 16
-gossip_adamw._PARTS, gossip_adamw._ENTRIES, gossip_adamw._CHUNK = 2, 16, 16
+accum_adam._BLOCK = gossip_adamw_cuda._BLOCK = 64
+gossip_adamw_cuda._STRIP, gossip_adamw_cuda._ROWS, gossip_adamw_cuda._COLUMNS = 8, 4, 16
+gossip_adamw_cuda._PARTS, gossip_adamw_cuda._ENTRIES, gossip_adamw_cuda._CHUNK = 2, 16, 16
 
 TAKEN: list[int] = []  # the numbers of tensors in launches
 
@@ -194,7 +194,7 @@ def not_finite() -> float:
 
 def main() -> None:
     torch.set_num_threads(1)
-    for module in (accum_adam, gossip_adamw):
+    for module in (accum_adam, gossip_adamw_cuda):
         counted(module)
     found = {}
     for cases in (accum_cases(), gossip_cases()):

@@ -8,9 +8,9 @@ over workers does not depend on the rounding.
 from __future__ import annotations
 
 from decent_dp._compressions import parse_compression
-from decent_dp.compression.base import Block, Chunk, Compression, FlatTensor, MessageId, all_finite, part_of
 from decent_dp.compression.blockwise import Blockwise
 from decent_dp.compression.casts import BFloat16, Lossless
+from decent_dp.compression.codec import Block, Chunk, Compression, FlatTensor, MessageId, all_finite, part_of
 from decent_dp.compression.int8 import Int8
 from decent_dp.compression.low_rank import LowRank, low_rank
 

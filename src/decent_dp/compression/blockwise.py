@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decent_dp.compression.base import FLAG, Block, Chunk, Compression, FlatTensor, MessageId
+from decent_dp.compression.codec import FLAG, Block, Chunk, Compression, FlatTensor, MessageId
 
 __all__ = ["Blockwise"]
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from decent_dp.compression.base import Chunk, FlatTensor, MessageId
+from decent_dp.compression.codec import Chunk, FlatTensor, MessageId
 from decent_dp.compression.lattice import FloatArray, IntArray, kernels_for, sum_weights
 from decent_dp.compression.stochastic_rounding import noise_starts, noise_table
 from decent_dp.kernels import load_numba

@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from decent_dp.compression.base import Block, Chunk, FlatTensor, MessageId, all_finite, part_of
 from decent_dp.compression.blockwise import Blockwise
 from decent_dp.compression.by_kernels import CastsByKernels
+from decent_dp.compression.codec import Block, Chunk, FlatTensor, MessageId, all_finite, part_of
 from decent_dp.compression.on_cuda import CastsOnCuda
 from decent_dp.compression.stochastic_rounding import NOISE_LENGTH, noise_at
 

@@ -30,10 +30,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from decent_dp.compression.base import Block, Chunk, FlatTensor, MessageId, part_of
 from decent_dp.compression.blockwise import Blockwise
 from decent_dp.compression.by_kernels import Int8ByKernels
-from decent_dp.compression.lattice import LARGEST_NUMBER, PRIME, FloatArray, IntArray, Run, Scratch, largest, runs_of
+from decent_dp.compression.codec import Block, Chunk, FlatTensor, MessageId, part_of
+from decent_dp.compression.lattice import LARGEST_NUMBER, PRIME, FloatArray, IntArray, Scratch, Stretch, largest, runs_of
 from decent_dp.compression.on_cuda import Int8OnCuda
 from decent_dp.compression.stochastic_rounding import noise_at
 
@@ -67,7 +67,7 @@ class Int8(Blockwise):
         super().__init__(tensors, dtype, device)
         self._blocks = [block for chunk in self.chunks for block in chunk.blocks]
         # The runs of each chunk, by its start.
-        self._runs: dict[int, list[Run]] = {}
+        self._runs: dict[int, list[Stretch]] = {}
         first = 0
         for chunk in self.chunks:
             self._runs[chunk.start] = list(runs_of(chunk, first, device, self._record))
@@ -185,7 +185,7 @@ class Int8(Blockwise):
                 finite &= self._encode_run(run, values, out, message_id, scratch)
             yield finite
 
-    def _encode_run(self, run: Run, values: Sequence[Tensor], out: Tensor, message_id: MessageId, scratch: Scratch) -> bool:
+    def _encode_run(self, run: Stretch, values: Sequence[Tensor], out: Tensor, message_id: MessageId, scratch: Scratch) -> bool:
         """Encodes the blocks of a run; whether all their values are finite."""
         steps = self._steps[run.places]
         value = scratch.gather(run, values)
@@ -284,7 +284,7 @@ class Int8(Blockwise):
 
     def _move(
         self,
-        run: Run,
+        run: Stretch,
         records: Sequence[FloatArray],
         parts: Sequence[Tensor],
         sizes: Sequence[int],
@@ -323,10 +323,10 @@ class Int8(Blockwise):
     def _scratch(self) -> Scratch:
         return Scratch(list(self._each_run()), self.compute, self.device)
 
-    def _each_run(self) -> Iterator[Run]:
+    def _each_run(self) -> Iterator[Stretch]:
         return itertools.chain.from_iterable(self._runs.values())
 
-    def _noise(self, message_id: MessageId, run: Run) -> list[Tensor]:
+    def _noise(self, message_id: MessageId, run: Stretch) -> list[Tensor]:
         by_round = message_id.round, message_id.rank
         return [
             noise_at(block.numel, self.compute, self.device, *by_round, self.tensors[block.tensor].index, block.start)

@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from decent_dp.compression.base import Block, Chunk, part_of
+from decent_dp.compression.codec import Block, Chunk, part_of
 from decent_dp.kernels import load_numba
 
-__all__ = ["LARGEST_NUMBER", "PRIME", "FloatArray", "IntArray", "Run", "Scratch", "kernels_for", "runs_of", "sum_weights"]
+__all__ = ["LARGEST_NUMBER", "PRIME", "FloatArray", "IntArray", "Scratch", "Stretch", "kernels_for", "runs_of", "sum_weights"]
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 IntArray: TypeAlias = npt.NDArray[np.int64]
@@ -43,7 +43,7 @@ _FEW = 2**13
 _MAGIC = 12582912.0
 
 
-class Run:
+class Stretch:
     """Blocks of a chunk that are coded together; their codes lie one after another.
 
     Attributes:
@@ -95,19 +95,19 @@ class Run:
         return np.add.reduceat(in_columns, self._starts), (np.add.reduceat(in_both, self._starts) % PRIME).astype(np.float64)
 
 
-def runs_of(chunk: Chunk, first: int, device: torch.device, record_bytes: int) -> Iterator[Run]:
+def runs_of(chunk: Chunk, first: int, device: torch.device, record_bytes: int) -> Iterator[Stretch]:
     """The blocks of a chunk as runs; ``first`` is the place of its first block."""
     small = [device.type == "cpu" and block.numel <= _FEW for block in chunk.blocks]
     for together, members in itertools.groupby(range(len(small)), small.__getitem__):
         found = list(members)
         for part in [found] if together else [[member] for member in found]:
-            yield Run(first + part[0], [chunk.blocks[member] for member in part], record_bytes, small=together)
+            yield Stretch(first + part[0], [chunk.blocks[member] for member in part], record_bytes, small=together)
 
 
 class Scratch:
     """Temporaries for one run, on the device of the bucket."""
 
-    def __init__(self, runs: Sequence[Run], compute: torch.dtype, device: torch.device) -> None:
+    def __init__(self, runs: Sequence[Stretch], compute: torch.dtype, device: torch.device) -> None:
         longest = max((run.numel for run in runs), default=0)
         size = -(-longest // _COLUMNS) * _COLUMNS
         self._compute, self._device = compute, device
@@ -117,7 +117,7 @@ class Scratch:
         self._bytes = torch.empty(longest, dtype=torch.uint8, device=device)
         self._products = torch.empty(size, dtype=torch.float64, device=device)
 
-    def gather(self, run: Run, values: Sequence[Tensor]) -> Tensor:
+    def gather(self, run: Stretch, values: Sequence[Tensor]) -> Tensor:
         """The values of a run, one after another."""
         parts = [part_of(values[block.tensor], block) for block in run.blocks]
         if len(parts) == 1:
@@ -125,7 +125,7 @@ class Scratch:
             return only if only.dtype == self._compute else self._values[: run.numel].copy_(only)
         return torch.cat([part.to(self._compute) for part in parts], out=self._values[: run.numel])
 
-    def numbers(self, run: Run, value: Tensor, inverse_steps: FloatArray, noise: Sequence[Tensor], codes: Tensor) -> Tensor:
+    def numbers(self, run: Stretch, value: Tensor, inverse_steps: FloatArray, noise: Sequence[Tensor], codes: Tensor) -> Tensor:
         """``value / step``, rounded up or down at random so that its mean is right; ``codes`` get their lowest bytes."""
         numbers = self._numbers[: run.numel]
         # Steps are powers of two: the products are exact, and one rounding is left, fused or not.
@@ -144,7 +144,7 @@ class Scratch:
         return numbers
 
     def round_up_or_down(
-        self, run: Run, value: Tensor, noise: Sequence[Tensor], codes: Tensor
+        self, run: Stretch, value: Tensor, noise: Sequence[Tensor], codes: Tensor
     ) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Numbers of the values themselves, with a step of 1: the largest of each block, and its two sums."""
         if self._kernels is None:
@@ -158,7 +158,7 @@ class Scratch:
         )
         return found[0], found[1], found[2]
 
-    def sums(self, run: Run, numbers: Tensor, largest: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def sums(self, run: Stretch, numbers: Tensor, largest: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Two weighted sums of the integers of each block; those of a block that has other values mean nothing. Wrong integers
         may cancel in the columns, but then hardly in columns and rows."""
         with np.errstate(invalid="ignore"):
@@ -187,7 +187,7 @@ class Scratch:
         return np.array([weights @ in_columns]), np.array([float(int(by_row[:rows] @ in_rows) % PRIME)])
 
     def wrapped(
-        self, run: Run, ours: FloatArray, our_codes: Tensor, theirs: FloatArray, their_codes: Tensor
+        self, run: Stretch, ours: FloatArray, our_codes: Tensor, theirs: FloatArray, their_codes: Tensor
     ) -> tuple[Tensor, FloatArray, npt.NDArray[np.bool_]]:
         """Theirs less ours, in steps; of each block the largest of them, and whether it is certain. Both ends find the same."""
         steps = self._numbers[: run.numel]

@@ -27,8 +27,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from decent_dp.compression.base import Block, Chunk, Compression, FlatTensor, MessageId
 from decent_dp.compression.blockwise import Blockwise
+from decent_dp.compression.codec import Block, Chunk, Compression, FlatTensor, MessageId
 from decent_dp.compression.stochastic_rounding import NOISE_LENGTH, noise_at
 
 __all__ = ["LowRank", "low_rank"]

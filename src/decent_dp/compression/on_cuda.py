@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decent_dp.compression.base import FLAG, Block, FlatTensor, MessageId
+from decent_dp.compression.codec import FLAG, Block, FlatTensor, MessageId
 from decent_dp.compression.lattice import FloatArray, sum_weights
 from decent_dp.compression.stochastic_rounding import noise_starts, noise_table
-from decent_dp.kernels.loading import cuda_kernels
+from decent_dp.kernels.cuda import cuda_kernels
 
 __all__ = ["CastsOnCuda", "Int8OnCuda"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from decent_dp.compression import Compression, FlatTensor, part_of
 from decent_dp.engine.layout import FlatBuffer
 from decent_dp.rules import Gossip, Round, Rule
-from decent_dp.rules.base import apply_rule, group_scale, mixing_rate
+from decent_dp.rules.rule import apply_rule, group_scale, mixing_rate
 from decent_dp.topo import Edge, Topology
 from decent_dp.transport import Handle
 

@@ -18,7 +18,7 @@ from types import FrameType
 from decent_dp.launch import script
 from decent_dp.launch.local import Failure, cause, store_on, worker_variables
 
-__all__ = ["Outcome", "run_separately"]
+__all__ = ["Ending", "run_separately"]
 
 # Seconds between two looks, and for the workers to end in after a signal.
 _POLL, _END = 0.1, 30.0
@@ -26,7 +26,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Ending:
     """How a run has ended.
 
     Attributes:
@@ -48,7 +48,7 @@ def run_separately(
     max_restarts: int,
     look: Callable[[str], Mapping[int, int] | None],
     say: Callable[[str], None],
-) -> Outcome:
+) -> Ending:
     """Runs a script on workers of this machine until all have ended.
 
     Args:
@@ -60,26 +60,26 @@ def run_separately(
     """
     store = store_on()
     with tempfile.TemporaryDirectory(prefix="decent-dp-") as notes, _Signals() as signals:
-        workers: list[_Worker] = []
+        workers: list[_Supervised] = []
         try:
             for rank in range(nproc):
-                workers.append(_Worker(rank, nproc, store.port, Path(notes), command, max_restarts))
+                workers.append(_Supervised(rank, nproc, store.port, Path(notes), command, max_restarts))
             while not signals.number and not all(worker.is_over for worker in workers):
                 for worker in workers:
                     failure = worker.poll()
                     if failure is not None:
                         members = look(f"127.0.0.1:{store.port}")
                         if members is None:
-                            return Outcome((), cause(_failures(workers)), begun=False)
+                            return Ending((), cause(_failures(workers)), begun=False)
                         say(f"worker {worker.rank} of {nproc} {failure}; {_carry_on(worker, workers, members)}")
                 time.sleep(_POLL)
         finally:
             _end(workers, signals.number or signal.SIGTERM)
     finished = tuple(worker.rank for worker in workers if worker.code == 0)
-    return Outcome(finished, None if finished else cause(_failures(workers)), signals.number)
+    return Ending(finished, None if finished else cause(_failures(workers)), signals.number)
 
 
-class _Worker:
+class _Supervised:
     """One rank: its process, which may be a new one after a failure."""
 
     def __init__(self, rank: int, nproc: int, port: int, notes: Path, command: Sequence[str], max_restarts: int) -> None:
@@ -140,13 +140,13 @@ class _Worker:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def _failures(workers: Sequence[_Worker]) -> list[Failure]:
+def _failures(workers: Sequence[_Supervised]) -> list[Failure]:
     for worker in workers:
         worker.poll()
     return [failure for worker in workers for failure in worker.failures]
 
 
-def _carry_on(worker: _Worker, workers: Sequence[_Worker], members: Mapping[int, int]) -> str:
+def _carry_on(worker: _Supervised, workers: Sequence[_Supervised], members: Mapping[int, int]) -> str:
     """After a failure: starts the worker again, if it can join others. Returns what happens."""
     running = sum(other.takes_part(members) for other in workers)
     if any(other.code == 0 for other in workers):
@@ -160,7 +160,7 @@ def _carry_on(worker: _Worker, workers: Sequence[_Worker], members: Mapping[int,
     return f"{going_on}, and it starts again (restart {worker.restarts} of {worker.max_restarts})"
 
 
-def _end(workers: Sequence[_Worker], number: int) -> None:
+def _end(workers: Sequence[_Supervised], number: int) -> None:
     """Ends the workers that still run, with what they have started."""
     running = [worker for worker in workers if worker.runs]
     for worker in running:

@@ -20,9 +20,9 @@ from typing import TypeVar
 
 from decent_dp.transport.store import connect_store, read_text
 
-__all__ = ["BEAT", "SILENT", "FolderEntries", "Run", "Status", "StoreEntries", "open_folder"]
+__all__ = ["BEAT", "SILENT", "FolderEntries", "RunEntry", "Status", "StoreEntries", "open_folder"]
 
-Kind = TypeVar("Kind", bound="Run")
+Kind = TypeVar("Kind", bound="RunEntry")
 
 # Seconds between two statuses of a worker, and after which one that has come no more counts as silent.
 BEAT, SILENT = 1.0, 5.0
@@ -33,7 +33,7 @@ _RUNS = 20
 
 
 @dataclass(frozen=True)
-class Run:
+class RunEntry:
     """A run that publishes.
 
     Attributes:
@@ -48,13 +48,13 @@ class Run:
     store: str
 
     @classmethod
-    def from_json(cls, text: str) -> Run | None:
+    def from_json(cls, text: str) -> RunEntry | None:
         """Returns None if ``text`` is something else."""
         return _read(cls, text)
 
 
 @dataclass(frozen=True)
-class Status(Run):
+class Status(RunEntry):
     """What one worker says of itself.
 
     Attributes:
@@ -138,7 +138,7 @@ class FolderEntries:
     def remove(self, run: str, rank: int) -> None:
         self._path(run, rank).unlink(missing_ok=True)
 
-    def runs(self) -> Sequence[Run]:
+    def runs(self) -> Sequence[RunEntry]:
         """Returns the runs from the oldest to the newest, and removes the files of workers that are gone."""
         found: dict[str, Status] = {}
         for path in self._folder.iterdir():
@@ -151,7 +151,7 @@ class FolderEntries:
                     found[status.run] = min(found.get(status.run, status), status, key=lambda status: status.began)
         return sorted(found.values(), key=lambda status: status.began)
 
-    def statuses(self, run: Run) -> dict[int, Status]:
+    def statuses(self, run: RunEntry) -> dict[int, Status]:
         """Returns the statuses of a run by rank."""
         found = {}
         for rank in range(run.world_size):
@@ -188,9 +188,11 @@ class StoreEntries:
         host, _, port = address.rpartition(":")
         self._store = connect_store(host.strip("[]"), int(port), "decent_dp-status", seconds)
 
-    def announce(self, run: Run) -> None:
+    def announce(self, run: RunEntry) -> None:
         """Makes a run known; called by one worker."""
-        self._store.set(f"run/{self._store.add('runs', 1)}", json.dumps({f.name: getattr(run, f.name) for f in fields(Run)}))
+        self._store.set(
+            f"run/{self._store.add('runs', 1)}", json.dumps({f.name: getattr(run, f.name) for f in fields(RunEntry)})
+        )
 
     def write(self, status: Status) -> None:
         self._store.set(f"status/{status.run}/{status.rank}", status.to_json())
@@ -199,19 +201,19 @@ class StoreEntries:
         # Not deleted: a reader that has found it there would wait for it.
         self._store.set(f"status/{run}/{rank}", "")
 
-    def runs(self) -> Sequence[Run]:
+    def runs(self) -> Sequence[RunEntry]:
         """Returns the runs that have a status, from the oldest to the newest."""
         last = self._store.add("runs", 0)
         texts = self._texts([f"run/{number}" for number in range(max(1, last - _RUNS + 1), last + 1)])
-        runs = [Run.from_json(text) for text in texts if text is not None]
+        runs = [RunEntry.from_json(text) for text in texts if text is not None]
         return [run for run in runs if run is not None and any(self._texts(self._keys(run)))]
 
-    def statuses(self, run: Run) -> dict[int, Status]:
+    def statuses(self, run: RunEntry) -> dict[int, Status]:
         """Returns the statuses of a run by rank."""
         statuses = [Status.from_json(text or "") for text in self._texts(self._keys(run))]
         return {rank: status for rank, status in enumerate(statuses) if status is not None}
 
-    def _keys(self, run: Run) -> list[str]:
+    def _keys(self, run: RunEntry) -> list[str]:
         return [f"status/{run.run}/{rank}" for rank in range(run.world_size)]
 
     def _texts(self, keys: Sequence[str]) -> Iterator[str | None]:

@@ -200,8 +200,9 @@ class MembershipMonitor(Members):
             self._check_cut_off()
         elif len(here) < min(self.faults.min_workers, n):
             raise PeerLostError(
-                f"{len(here)} of {len(here | lost)} workers are left, without {sorted(lost)}, and faults=Tolerate(min_workers="
-                f"{self.faults.min_workers}) wants more. Start the workers again from the newest checkpoint, or allow fewer."
+                f"{len(here)} of {len(here | lost)} workers are left, and faults=Tolerate(min_workers="
+                f"{self.faults.min_workers}) wants more. Gone: {sorted(lost)}. Start the workers again from the newest "
+                "checkpoint, or allow fewer."
             )
         else:
             self._cut_off_since, self._waits = None, False

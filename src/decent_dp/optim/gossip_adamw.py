@@ -64,7 +64,7 @@ from decent_dp.optim.gossip_state import (
     SMALLEST,
     STATISTICS,
     TINY,
-    Row,
+    UpdateRow,
 )
 from decent_dp.optim.loading import given_state, pairs
 from decent_dp.optim.statistics import SharesStatistics
@@ -75,7 +75,7 @@ __all__ = ["GossipAdamW"]
 _BLOCK = 256 * 1024
 
 # A part of a matrix, and the gains of its rows and columns.
-_Piece: TypeAlias = "tuple[Row, Tensor, Tensor]"
+_Piece: TypeAlias = "tuple[UpdateRow, Tensor, Tensor]"
 
 
 class GossipAdamW(AdamW, SharesStatistics):
@@ -261,7 +261,7 @@ class GossipAdamW(AdamW, SharesStatistics):
             self._step_matrices(group, gained)
         return loss
 
-    def _gather(self, group: dict[str, Any]) -> list[Row]:
+    def _gather(self, group: dict[str, Any]) -> list[UpdateRow]:
         """The parameters that have a gradient; makes missing state, as AdamW does."""
         rows = []
         moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
@@ -283,10 +283,10 @@ class GossipAdamW(AdamW, SharesStatistics):
                 for key in moments:
                     state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
             largest = state["max_exp_avg_sq"] if group["amsgrad"] else None
-            rows.append(Row(param, grad, state["exp_avg"], state["exp_avg_sq"], largest, state["step"]))
+            rows.append(UpdateRow(param, grad, state["exp_avg"], state["exp_avg_sq"], largest, state["step"]))
         return rows
 
-    def _adamw(self, group: dict[str, Any], rows: list[Row], **options: Any) -> None:
+    def _adamw(self, group: dict[str, Any], rows: list[UpdateRow], **options: Any) -> None:
         """AdamW's update of the rows, with ``options`` in place of the group's."""
         if not rows:
             return
@@ -310,7 +310,7 @@ class GossipAdamW(AdamW, SharesStatistics):
             **given,
         )
 
-    def _fused(self, group: dict[str, Any], rows: list[Row]) -> bool | None:
+    def _fused(self, group: dict[str, Any], rows: list[UpdateRow]) -> bool | None:
         """Whether torch's fused kernel updates these parameters; None: as AdamW does by default."""
         if group["fused"] is not None or group["foreach"] is not None or self._replicas == 1:
             return cast("bool | None", group["fused"])
@@ -318,7 +318,7 @@ class GossipAdamW(AdamW, SharesStatistics):
         return True if all(row.param.device.type == "cpu" and _is_plain(row) for row in rows) else None
 
     @_disable_dynamo
-    def _step_by_kernels(self, group: dict[str, Any], rows: list[Row]) -> list[Row]:
+    def _step_by_kernels(self, group: dict[str, Any], rows: list[UpdateRow]) -> list[UpdateRow]:
         """Steps the parameters that the kernels for CUDA can take, many in one launch; returns the others."""
         scaled = any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
         readable = group["foreach"] is False or group["amsgrad"] or self._stacked > 1 or scaled
@@ -344,7 +344,7 @@ class GossipAdamW(AdamW, SharesStatistics):
 
     # Its blocks have many shapes, for each of which torch.compile would trace it anew.
     @_disable_dynamo
-    def _step_matrices(self, group: dict[str, Any], rows: list[Row]) -> None:
+    def _step_matrices(self, group: dict[str, Any], rows: list[UpdateRow]) -> None:
         """AdamW's update of zeros gives the change of each matrix, which is multiplied by the gains of its rows and columns."""
         shared = [row for row in rows if self._drift(group, row.param) is not None]
         for row in shared:
@@ -353,14 +353,16 @@ class GossipAdamW(AdamW, SharesStatistics):
         rows = [row for row in rows if id(row.param) not in chosen]
         pieces = [piece for row in rows for piece in self._pieces(row, *self._factors_of(group, row, GAINS))]
         for together in _in_parts(pieces):
-            changes = [Row.of([torch.zeros_like(row.param), *row.tensors[1:]], row.step.clone()) for row, _, _ in together]
+            changes = [
+                UpdateRow.of([torch.zeros_like(row.param), *row.tensors[1:]], row.step.clone()) for row, _, _ in together
+            ]
             self._adamw(group, changes, fused=self._fused(group, changes), weight_decay=0.0)
             for (row, of_rows, of_columns), change in zip(together, changes, strict=True):
                 self._move(row.param, change.param, of_rows, of_columns, 1 - group["lr"] * group["weight_decay"])
         for row in rows:
             row.step.add_(1)
 
-    def _step_by_shared_moment(self, group: dict[str, Any], row: Row) -> None:
+    def _step_by_shared_moment(self, group: dict[str, Any], row: UpdateRow) -> None:
         """AdamW's update with the second moment that all replicas have in common."""
         (beta1, beta2), lr = group["betas"], group["lr"]
         of_rows, of_columns = self._factors_of(group, row, ROOTS)
@@ -378,10 +380,10 @@ class GossipAdamW(AdamW, SharesStatistics):
             _shrink_and_add(piece.param, 1 - lr * group["weight_decay"], change.view(piece.param.shape))
         row.step.add_(1)
 
-    def _pieces(self, row: Row, of_rows: Tensor, of_columns: Tensor) -> Iterator[_Piece]:
+    def _pieces(self, row: UpdateRow, of_rows: Tensor, of_columns: Tensor) -> Iterator[_Piece]:
         """The parts of a matrix on this worker with their gains: blocks of rows on the CPU, else the whole."""
         tensors = [_local(tensor.detach()) for tensor in row.tensors]
-        whole = Row.of(tensors, row.step)
+        whole = UpdateRow.of(tensors, row.step)
         small = whole.param.numel() <= _BLOCK
         if small or self._stacked > 1 or whole.param.device.type != "cpu" or not _is_plain(whole):
             yield whole, of_rows, of_columns
@@ -389,14 +391,14 @@ class GossipAdamW(AdamW, SharesStatistics):
         size = max(1, _BLOCK * len(whole.param) // whole.param.numel())
         blocks = zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
         for block, gains in zip(blocks, torch.split(of_rows, size, dim=1), strict=True):
-            yield Row.of(block, row.step), gains, of_columns
+            yield UpdateRow.of(block, row.step), gains, of_columns
 
     def _move(self, param: Tensor, change: Tensor, of_rows: Tensor, of_columns: Tensor, keep: float | Tensor) -> None:
         """param <- keep·param + change·gains"""
         matrices = self._matrices(change.float() if _is_narrow(param) else change)
         _shrink_and_add(param, keep, matrices.mul_(of_rows).mul_(of_columns).view(param.shape))
 
-    def _factors_of(self, group: dict[str, Any], row: Row, kind: str) -> tuple[Tensor, Tensor]:
+    def _factors_of(self, group: dict[str, Any], row: UpdateRow, kind: str) -> tuple[Tensor, Tensor]:
         """Returns gains or roots of rows (stacked, R, 1) and columns (stacked, 1, C), renewed in every fourth step."""
         self._statistics_of(row.param)
         state = self.state[row.param]
@@ -409,7 +411,7 @@ class GossipAdamW(AdamW, SharesStatistics):
         rows = self._matrices(row.param).shape[1]
         return factors[:, :rows, None], factors[:, None, rows:]
 
-    def _renew(self, state: dict[str, Any], fading: float, row: Row, kind: str) -> None:
+    def _renew(self, state: dict[str, Any], fading: float, row: UpdateRow, kind: str) -> None:
         """Writes the gains or the roots; ``fading`` is the weight of zeros in the averages."""
         rows = self._matrices(row.param).shape[1]
         of_v, of_all = state[MEANS].view(self._stacked, -1), state[SHARED].view(self._stacked, -1)
@@ -421,7 +423,7 @@ class GossipAdamW(AdamW, SharesStatistics):
             factors = _gains(of_v, of_all, rows, self._replicas)
         state[kind] = factors.view_as(state[MEANS])
 
-    def _take_gradient(self, group: dict[str, Any], row: Row, state: dict[str, Any], kind: str) -> None:
+    def _take_gradient(self, group: dict[str, Any], row: UpdateRow, state: dict[str, Any], kind: str) -> None:
         """Takes a gradient into the statistics, and renews what follows from them."""
         (beta1, beta2), t = group["betas"], int(state[COUNT])
         grad = self._matrices(row.grad)
@@ -505,7 +507,7 @@ def _in_parts(pieces: list[_Piece]) -> Iterator[list[_Piece]]:
         yield part
 
 
-def _is_plain(row: Row) -> bool:
+def _is_plain(row: UpdateRow) -> bool:
     """Whether torch's fused kernel, which looks at memory rather than shapes and strides, takes these tensors."""
     found = {
         (type(tensor) in (Tensor, torch.nn.Parameter), tensor.is_contiguous() and not tensor.is_neg(), tensor.dtype)

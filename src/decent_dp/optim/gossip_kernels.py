@@ -8,9 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decent_dp.kernels import gossip_adamw as kernels
+from decent_dp.kernels import gossip_adamw_cuda as kernels
 from decent_dp.kernels import tables
-from decent_dp.optim.gossip_state import BOUND, COUNT, FALL, GAINS, LARGE, LR, MEANS, PLAIN, ROOTS, SHARED, SMALLEST, TINY, Row
+from decent_dp.optim.gossip_state import (
+    BOUND,
+    COUNT,
+    FALL,
+    GAINS,
+    LARGE,
+    LR,
+    MEANS,
+    PLAIN,
+    ROOTS,
+    SHARED,
+    SMALLEST,
+    TINY,
+    UpdateRow,
+)
 
 __all__ = ["KernelStep", "takes"]
 
@@ -18,7 +32,7 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)  # a subclass may keep its values el
 _KINDS = {GAINS: kernels.GAINS, ROOTS: kernels.ROOTS}
 
 
-def takes(group: dict[str, Any], row: Row, drift: Tensor | None) -> bool:
+def takes(group: dict[str, Any], row: UpdateRow, drift: Tensor | None) -> bool:
     """Whether the kernels, which look at memory rather than shapes and strides, take this parameter."""
     (param, grad, first, second, _, _), lr = row, group["lr"]
     # For each parameter in each step: a read of a tensor takes about as long as ten of Python's own steps.
@@ -64,13 +78,13 @@ class KernelStep:
         self._counts: list[Tensor] = []
         self._steps: list[Tensor] = []
 
-    def add_vector(self, row: Row) -> None:
+    def add_vector(self, row: UpdateRow) -> None:
         """A parameter with AdamW's own update, whose count is on the CPU."""
         matrix = kernels.Matrix(row.param, row.grad, row.exp_avg, row.exp_avg_sq, 1, row.param.numel())
         self._updates.setdefault((row.param.device, int(row.step), GAINS), []).append(matrix)
         self._steps.append(row.step)
 
-    def add_matrix(self, row: Row, state: dict[str, Any], drift: Tensor | None) -> None:
+    def add_matrix(self, row: UpdateRow, state: dict[str, Any], drift: Tensor | None) -> None:
         """A parameter with statistics, and its drift if its second moment is to be the same for all replicas."""
         count = state[COUNT]
         t, (factors, other) = int(count), (GAINS, ROOTS) if drift is None else (ROOTS, GAINS)

@@ -23,7 +23,7 @@ SMALLEST = 0.25
 TINY, LARGE = 1e-38, 1e30
 
 
-class Row(NamedTuple):
+class UpdateRow(NamedTuple):
     """A parameter of one update, or a part of one, and its state."""
 
     param: Tensor
@@ -40,7 +40,7 @@ class Row(NamedTuple):
         return found if self.max_exp_avg_sq is None else [*found, self.max_exp_avg_sq]
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], step: Tensor) -> Row:
+    def of(cls, tensors: Sequence[Tensor], step: Tensor) -> UpdateRow:
         """The inverse of ``tensors``."""
         param, grad, exp_avg, exp_avg_sq, *largest = tensors
         return cls(param, grad, exp_avg, exp_avg_sq, largest[0] if largest else None, step)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from .traffic import RoundTraffic, Transfer
 
-__all__ = ["Outcome", "Timing", "simulate", "simulate_all_reduce"]
+__all__ = ["Timeline", "Timing", "simulate", "simulate_all_reduce"]
 
 _INFINITY = float("inf")
 # The largest array of buckets and workers.
@@ -56,7 +56,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Timeline:
     """The end of each step of each worker in seconds, of shape (steps, workers), and how long it waited in the step."""
 
     ends: npt.NDArray[np.float64]
@@ -64,7 +64,7 @@ class Outcome:
 
 
 @dataclass(slots=True, eq=False)
-class _Flow:
+class _FluidTransfer:
     """The transfer of one bucket: not begun, then queued, then in flight, then ended."""
 
     transfer: Transfer
@@ -82,10 +82,10 @@ class _Flow:
 
 
 # A worker yields the flow that it waits for, and is sent the time at which that ended.
-_Worker = Generator[_Flow, float, None]
+_Worker = Generator[_FluidTransfer, float, None]
 
 
-class _Simulation:
+class _Events:
     def __init__(
         self, rounds: Sequence[RoundTraffic], timing: Timing, capacity: Sequence[float], per_flow: Sequence[float]
     ) -> None:
@@ -95,12 +95,12 @@ class _Simulation:
         self._steps, self._buckets = steps, len(timing.work)
         self.ends = np.zeros((steps, workers))
         self.waited = np.zeros((steps, workers))
-        self._flows: dict[tuple[int, int, int], _Flow] = {}
-        self._events: list[tuple[float, int, int, _Flow, int]] = []
+        self._flows: dict[tuple[int, int, int], _FluidTransfer] = {}
+        self._events: list[tuple[float, int, int, _FluidTransfer, int]] = []
         self._count = 0
         self._busy: set[tuple[int, int]] = set()
-        self._queued: dict[tuple[int, int], list[_Flow]] = {}
-        self._on_link: list[list[_Flow]] = [[] for _ in capacity]
+        self._queued: dict[tuple[int, int], list[_FluidTransfer]] = {}
+        self._on_link: list[list[_FluidTransfer]] = [[] for _ in capacity]
         # The rate of a flow on each link now; and a number per change, so that a flow on several links is updated once.
         self._share_of = list(per_flow)
         self._stamp = 0
@@ -124,7 +124,7 @@ class _Simulation:
     def _work(self, rank: int) -> _Worker:
         timing, buckets = self._timing, range(self._buckets)
         factors = timing.factor[:, rank].tolist()
-        now, before = 0.0, [None] * self._buckets  # type: float, list[_Flow | None]
+        now, before = 0.0, [None] * self._buckets  # type: float, list[_FluidTransfer | None]
         for t in range(self._steps):
             factor, own = factors[t], self._rounds[t % len(self._rounds)]
             start, need = own.starts[rank], own.needs[rank]
@@ -155,45 +155,45 @@ class _Simulation:
 
     # -- flows --------------------------------------------------------------------------------------------------------
 
-    def _flow(self, t: int, bucket: int, number: int) -> _Flow:
+    def _flow(self, t: int, bucket: int, number: int) -> _FluidTransfer:
         key = (t, bucket, number)
         flow = self._flows.get(key)
         if flow is None:
             transfer = self._rounds[t % len(self._rounds)].transfers[number]
-            flow = self._flows[key] = _Flow(transfer, key, len(transfer.starters))
+            flow = self._flows[key] = _FluidTransfer(transfer, key, len(transfer.starters))
         return flow
 
-    def _begin(self, flow: _Flow, time: float) -> None:
+    def _begin(self, flow: _FluidTransfer, time: float) -> None:
         flow.missing -= 1
         flow.ready = max(flow.ready, time)
         if not flow.missing:
             self._push(flow.ready + flow.transfer.latency_s, 0, flow)
 
-    def _push(self, time: float, kind: int, flow: _Flow) -> None:
+    def _push(self, time: float, kind: int, flow: _FluidTransfer) -> None:
         self._count += 1
         heapq.heappush(self._events, (time, self._count, kind, flow, flow.version))
 
-    def _enqueue(self, flow: _Flow, time: float) -> None:
+    def _enqueue(self, flow: _FluidTransfer, time: float) -> None:
         if self._busy.isdisjoint(flow.transfer.lanes):
             self._move(flow, time)
         else:
             for lane in flow.transfer.lanes:
                 self._queued.setdefault(lane, []).append(flow)
 
-    def _move(self, flow: _Flow, time: float) -> None:
+    def _move(self, flow: _FluidTransfer, time: float) -> None:
         flow.moving, flow.at = True, time
         self._busy.update(flow.transfer.lanes)
         for link, _ in flow.transfer.loads:
             self._on_link[link].append(flow)
         self._share(flow, time)
 
-    def _end(self, flow: _Flow, time: float) -> None:
+    def _end(self, flow: _FluidTransfer, time: float) -> None:
         flow.ended = time
         for link, _ in flow.transfer.loads:
             self._on_link[link].remove(flow)
         self._busy.difference_update(flow.transfer.lanes)
         self._share(flow, time)
-        waiting: list[_Flow] = []
+        waiting: list[_FluidTransfer] = []
         for lane in flow.transfer.lanes:
             queue = self._queued.get(lane)
             if queue:
@@ -205,7 +205,7 @@ class _Simulation:
         for rank in flow.waiting:
             self._resume(rank, time)
 
-    def _share(self, changed: _Flow, time: float) -> None:
+    def _share(self, changed: _FluidTransfer, time: float) -> None:
         """Sets the rates of all flows on the links of ``changed``, which has begun or ended."""
         if not changed.transfer.loads:
             if changed.ended is None:
@@ -221,7 +221,7 @@ class _Simulation:
                     flow.stamp = self._stamp
                     self._set_rate(flow, time)
 
-    def _set_rate(self, flow: _Flow, time: float) -> None:
+    def _set_rate(self, flow: _FluidTransfer, time: float) -> None:
         share_of = self._share_of
         transfer = flow.transfer
         rate = min([share_of[link] / copies for link, copies in transfer.loads])
@@ -236,7 +236,7 @@ class _Simulation:
         self._push(time + (flow.left / rate if rate < _INFINITY else 0.0), 1, flow)
 
 
-def simulate(rounds: Sequence[RoundTraffic], timing: Timing, capacity: Sequence[float], per_flow: Sequence[float]) -> Outcome:
+def simulate(rounds: Sequence[RoundTraffic], timing: Timing, capacity: Sequence[float], per_flow: Sequence[float]) -> Timeline:
     """Simulates all steps. A bucket's transfer is waited for in the next step.
 
     Args:
@@ -245,12 +245,12 @@ def simulate(rounds: Sequence[RoundTraffic], timing: Timing, capacity: Sequence[
         capacity: bytes per second of every link.
         per_flow: bytes per second that one flow can have of every link.
     """
-    simulation = _Simulation(rounds, timing, capacity, per_flow)
+    simulation = _Events(rounds, timing, capacity, per_flow)
     simulation.run()
-    return Outcome(simulation.ends, simulation.waited)
+    return Timeline(simulation.ends, simulation.waited)
 
 
-def simulate_all_reduce(timing: Timing, duration: Callable[[float], float]) -> Outcome:
+def simulate_all_reduce(timing: Timing, duration: Callable[[float], float]) -> Timeline:
     """The steps of DDP, a recursion over the buckets.
 
     A bucket is summed when all workers have its gradients and the previous bucket is done. Optimizers wait for all buckets.
@@ -278,4 +278,4 @@ def simulate_all_reduce(timing: Timing, duration: Callable[[float], float]) -> O
         waited[t] = np.maximum(done - own, 0.0)
         now = np.maximum(done, own) + factor * after
         ends[t] = now
-    return Outcome(ends, waited)
+    return Timeline(ends, waited)

@@ -12,7 +12,7 @@ from decent_dp._checks import check_integer
 from decent_dp._compressions import parse_compression
 
 from .describe import DDP, Choice, Cluster, Job, Prediction
-from .events import Outcome, Timing, simulate, simulate_all_reduce
+from .events import Timeline, Timing, simulate, simulate_all_reduce
 from .reasons import explain
 from .traffic import RoundTraffic, Transfer, buckets_of, capacities, collective, make_rounds
 
@@ -159,7 +159,7 @@ def _summarize(
     job: Job,
     choice: Choice,
     rounds: Sequence[RoundTraffic],
-    outcome: Outcome,
+    outcome: Timeline,
     warmup: int,
     buckets: int,
 ) -> Prediction:

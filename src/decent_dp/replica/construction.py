@@ -27,7 +27,7 @@ from decent_dp.replica.optimizer_guards import Options, warn_of_rates
 from decent_dp.replica.shards import assign_replicas, is_sharded, local
 from decent_dp.replica.shared_statistics import refuse_isolated
 from decent_dp.rules import DriftCorrection, Rule
-from decent_dp.rules.base import rule_settings
+from decent_dp.rules.rule import rule_settings
 from decent_dp.topo import Edge, Topology, TopologyReg, make_topology
 from decent_dp.topo.epoch_topology import EpochTopology
 from decent_dp.topo.holes import check_pairs

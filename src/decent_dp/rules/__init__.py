@@ -7,9 +7,9 @@ The engine calls it over any transport, and the simulator calls the same object 
 from __future__ import annotations
 
 from decent_dp.rules.anticipation import Anticipation
-from decent_dp.rules.base import Gossip, Round, Rule
 from decent_dp.rules.drift import DriftCorrection
 from decent_dp.rules.gasloc import GASLoC
 from decent_dp.rules.outer import OuterNesterov
+from decent_dp.rules.rule import Gossip, Round, Rule
 
 __all__ = ["Anticipation", "DriftCorrection", "GASLoC", "Gossip", "OuterNesterov", "Round", "Rule"]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from decent_dp._checks import check_number
-from decent_dp.rules.base import Round, Rule
 from decent_dp.rules.growth import grows
+from decent_dp.rules.rule import Round, Rule
 from decent_dp.topo import Topology
 
 __all__ = ["DriftCorrection"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from decent_dp.rules.base import Round, Rule
+from decent_dp.rules.rule import Round, Rule
 from decent_dp.topo import Topology
 
 __all__ = ["grows"]

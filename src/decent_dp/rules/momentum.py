@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from decent_dp._checks import check_number
-from decent_dp.rules.base import Rule
 from decent_dp.rules.growth import grows
+from decent_dp.rules.rule import Rule
 from decent_dp.topo import Topology
 
 __all__ = ["MomentumRule"]

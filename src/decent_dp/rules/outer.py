@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decent_dp.rules.base import Round
 from decent_dp.rules.momentum import MomentumRule
+from decent_dp.rules.rule import Round
 
 __all__ = ["OuterNesterov"]
 

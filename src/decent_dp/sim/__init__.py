@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from decent_dp.sim.cluster import VirtualCluster
-from decent_dp.sim.data import Batches, Data, digits, dirichlet_split
+from decent_dp.sim.datasets import Batches, Data, digits, dirichlet_split
 from decent_dp.sim.experiment import Result, Row, Simulation, run
 
 __all__ = [

@@ -16,12 +16,12 @@ from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_facto
 from decent_dp.compression import check_compression
 from decent_dp.engine import fit_rule
 from decent_dp.rules import DriftCorrection, Rule
-from decent_dp.rules.base import check_rule
+from decent_dp.rules.rule import check_rule
+from decent_dp.sim.absences import RANKS_TYPE, Faults
 from decent_dp.sim.exchange import SpreadExchange
-from decent_dp.sim.faults import RANKS_TYPE, Faults
-from decent_dp.sim.gradients import LOSS_FN_TYPE, Gradients, StepGradients
+from decent_dp.sim.replica_gradients import LOSS_FN_TYPE, Gradients, StepGradients
 from decent_dp.sim.stack import Stack
-from decent_dp.sim.statistics import StatisticsExchange
+from decent_dp.sim.statistics_exchange import StatisticsExchange
 from decent_dp.sim.steppers import Shared, Stepper, make_stepper
 from decent_dp.topo import Topology, make_topology
 from decent_dp.topo.holes import check_pairs

@@ -22,8 +22,8 @@ from decent_dp.compression import Compression, Lossless, MessageId, all_finite
 from decent_dp.engine.bucket import Bucket, InFlight
 from decent_dp.engine.layout import BucketPlan, FlatBuffer, TensorSpec, message_share, plan_buckets, plan_turns
 from decent_dp.rules import Round, Rule
-from decent_dp.rules.base import apply_rule, mixing_rate
-from decent_dp.sim.faults import Faults
+from decent_dp.rules.rule import apply_rule, mixing_rate
+from decent_dp.sim.absences import Faults
 from decent_dp.topo import Edge, Topology
 from decent_dp.topo.holes import with_holes
 

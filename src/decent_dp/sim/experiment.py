@@ -19,7 +19,7 @@ from decent_dp.engine import fit_rule
 from decent_dp.optim import GossipAdamW, lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_adamw, optim_fn_adamw
 from decent_dp.rules import DriftCorrection, Gossip
 from decent_dp.sim.cluster import VirtualCluster
-from decent_dp.sim.data import Batches, Data, check_alpha, digits, dirichlet_split
+from decent_dp.sim.datasets import Batches, Data, check_alpha, digits, dirichlet_split
 from decent_dp.topo import Topology, make_topology
 
 __all__ = ["DATA", "OPTIMIZERS", "Result", "Row", "Simulation", "find_device", "run"]

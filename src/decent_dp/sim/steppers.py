@@ -21,8 +21,8 @@ from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, make_optimi
 from decent_dp.gradients import GradientPolicy
 from decent_dp.optim import AccumAdam, AccumAdamW, GossipAdamW, SharesStatistics
 from decent_dp.optim.statistics import drift_lookup
-from decent_dp.sim.faults import Faults
-from decent_dp.sim.gradients import StepGradients
+from decent_dp.sim.absences import Faults
+from decent_dp.sim.replica_gradients import StepGradients
 from decent_dp.sim.stack import Stack
 
 __all__ = ["PerReplica", "Shared", "Stepper", "make_stepper"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Edge, Topology
+from .abstract import Edge, Topology
 from .catalogue import (
     AlternatingExpRingTopology,
     BaseTwoTopology,

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from decent_dp._checks import check_integer, check_number
 
-from .base import Topology
+from .abstract import Topology
 from .compose import EveryTopology, SwitchTopology
 from .edges import Edge
 from .holes import without

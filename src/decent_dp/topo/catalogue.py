@@ -6,7 +6,7 @@ import numpy as np
 
 from decent_dp._checks import check_integer
 
-from .base import Topology
+from .abstract import Topology
 from .edges import Edge, PairRounds
 from .registry import TopologyReg
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from decent_dp._checks import check_integer
 
-from .base import Topology
+from .abstract import Topology
 from .edges import Edge
 
 __all__ = ["EveryTopology", "SwitchTopology"]

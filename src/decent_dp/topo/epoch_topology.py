@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .base import Topology
+from .abstract import Topology
 from .edges import Edge
 
 __all__ = ["EpochTopology"]

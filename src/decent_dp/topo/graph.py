@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from .base import FINGERPRINT_ROUNDS, Topology, _current_worker
+from .abstract import FINGERPRINT_ROUNDS, Topology, _current_worker
 from .edges import PairRounds, _few
 
 __all__ = ["GraphTopology", "colour_edges"]

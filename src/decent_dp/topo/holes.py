@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from decent_dp._checks import check_integer
 
-from .base import Topology
+from .abstract import Topology
 from .edges import Edge
 
 __all__ = ["WithoutTopology", "check_pairs", "with_holes", "without"]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from decent_dp._checks import check_integer, did_you_mean
 
-from .base import Topology, listing, worker_scope
+from .abstract import Topology, listing, worker_scope
 from .compose import SwitchTopology
 
 __all__ = ["TopologyReg", "make_topology", "names_that_fit", "why_unfit"]

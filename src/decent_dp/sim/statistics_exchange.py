@@ -7,8 +7,8 @@ from torch import Tensor
 
 from decent_dp._sizes import statistics_interval
 from decent_dp.rules import Gossip
+from decent_dp.sim.absences import Faults
 from decent_dp.sim.exchange import LosslessExchange
-from decent_dp.sim.faults import Faults
 from decent_dp.sim.steppers import Stepper
 from decent_dp.topo import Topology
 
