@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -153,6 +154,29 @@ def test_a_process_takes_the_place_of_a_dead_worker(workers, tmp_path, kind):
             assert stats.exchanges > 20
     (step_folder,) = tmp_path.glob("step-*")
     assert len(list(step_folder.glob("*.safetensors"))) == N
+
+
+def stops_with_the_others(rank: int, n: int) -> Any:
+    """The members are in their second ``Preemption`` when a process joins, which is in its first."""
+    model, optimizer, replica, rank = begin(rank)
+    with decent_dp.Preemption(replica, signals=()) if dist.get_rank() < N else contextlib.nullcontext():
+        kill_one(model, optimizer, replica, rank)
+    with decent_dp.Preemption(replica, signals=(), grace=15.0) as stop:
+
+        def is_due() -> bool:
+            if rank == 0 and is_whole(replica):
+                stop.request()
+            return stop.due
+
+        train(model, optimizer, rank, is_due)
+    rounds = replica.stats().rounds
+    replica.close()
+    return rounds
+
+
+@pytest.mark.slow
+def test_a_process_that_joins_stops_with_the_others(workers):
+    assert len(set(survivors(workers.outcomes(N + 1, stops_with_the_others)))) == 1
 
 
 def joins_in_a_call(rank: int, n: int) -> Any:

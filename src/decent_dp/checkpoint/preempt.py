@@ -37,12 +37,10 @@ class _StopRequest:
     """The signals to this worker, over all contexts of one wrapper.
 
     Attributes:
-        contexts: number of contexts entered so far. The contexts of all workers with one number belong together.
         pending: a signal or a request has arrived, and no stop was reached since. A plain attribute: a second signal may
             interrupt the handler of the first, and would wait for ever for a lock that this one holds.
     """
 
-    contexts: int = 0
     pending: bool = False
 
 
@@ -180,7 +178,7 @@ class Preemption:
                 "Preemption catches signals, which only the main thread of a process can: enter it there, or pass signals=() "
                 "for a worker that only follows the others."
             )
-        self._request.contexts += 1
+        replica.cadence.contexts += 1
         self._handler = _SignalHandler(self._request)
         self._handler.install(self._signals)
         self._vote = _StopVote(replica, self._request, self._grace)
@@ -204,9 +202,8 @@ class _StopVote(Listener):
     """One worker's part in the agreement on a stop round. A thread votes, and the training thread waits for the votes."""
 
     def __init__(self, replica: Replica, request: _StopRequest, grace: float) -> None:
-        self._transport, self._engine = replica.world, replica.engine
+        self._transport, self._engine, self._cadence = replica.world, replica.engine, replica.cadence
         self._request, self._grace = request, grace
-        self._name = f"preemption/{request.contexts}"
         self._lock = threading.Lock()
         # Under the lock: the vote, the time in which all votes are to be there, and the votes.
         self._vote: int | None = None
@@ -216,6 +213,11 @@ class _StopVote(Listener):
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._run, name="decent_dp-preemption", daemon=True)
         self._thread.start()
+
+    @property
+    def _name(self) -> str:
+        """Of a process that joins, another one after it has become a member."""
+        return f"preemption/{self._cadence.contexts}"
 
     @property
     def stop_round(self) -> int | None:

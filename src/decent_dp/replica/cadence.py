@@ -13,10 +13,11 @@ class Cadence:
 
     Attributes:
         made: the number of rounds that this worker has made.
+        contexts: how many ``Preemption`` contexts have begun. Those of one number, of all workers, belong together.
     """
 
     def __init__(self) -> None:
-        self.made = 0
+        self.made = self.contexts = 0
         # Of the last rounds that followed each other: the first, and the one after the last. And rounds left out before them.
         self._first = self._end = self._left_out = 0
         # The round that the others had begun when this worker went on in it.

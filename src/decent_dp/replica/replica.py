@@ -224,10 +224,8 @@ class Replica(HookedModel):
         self.engine.install(buckets)
         self.monitor.restart()
         if _log.isEnabledFor(logging.DEBUG):
-            sizes = [bucket.buffer.plan.numel * bucket.buffer.plan.dtype.itemsize / MIB for bucket in buckets]
-            _log.debug(
-                "worker %d: %d buckets, MiB: %s", self.world.rank, len(buckets), ", ".join(f"{size:.3g}" for size in sizes)
-            )
+            sizes = [f"{bucket.buffer.plan.numel * bucket.buffer.plan.dtype.itemsize / MIB:.3g}" for bucket in buckets]
+            _log.debug("worker %d: %d buckets, MiB: %s", self.world.rank, len(buckets), ", ".join(sizes))
         tell_drifts(self.optimizers, self.parameters, self.engine)
 
     def rebind(self) -> None:
@@ -243,9 +241,8 @@ class Replica(HookedModel):
         """Called after all buckets were started."""
         self.engine.wait_for_read()
         if _log.isEnabledFor(logging.DEBUG):
-            edge = self.topology.get_edge(self.engine.round)
-            what = "with a step" if stepped else "without a step"
-            _log.debug("worker %d: round %d %s, edge %s", self.world.rank, self.engine.round, what, edge.ranks)
+            what, ranks = "with" if stepped else "without", self.topology.get_edge(self.engine.round).ranks
+            _log.debug("worker %d: round %d %s a step, edge %s", self.world.rank, self.engine.round, what, ranks)
         self.cadence.add(self.engine.round)
         self.engine.advance()
         self.steps += stepped

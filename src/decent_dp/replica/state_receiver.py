@@ -135,6 +135,7 @@ class _Joiner:
         first = max(epoch.start, fetched)
         monitor.enter(epoch)
         replica.joins = answer["joins"]
+        replica.cadence.contexts += max(0, answer["contexts"] - 1)  # in the last one of the others, or before it
         others = {rank: epoch.incarnations.get(rank, 0) for rank in epoch.members if rank != own}
         with monitor.neighbours.paused():
             transport.enter(others, answer["calls"], first)

@@ -205,6 +205,7 @@ class StateServer(Listener):
             del self._seats[asker]
         epoch = max((future.result() for future in seats.values()), key=lambda epoch: epoch.number)
         _log.info("workers %s have joined, in epoch %d", sorted(own), epoch.number)
-        calls, bucket = self._replica.world.control.calls, self._replica.engine.first_bucket
-        answer = {"calls": calls, "joins": self._replica.joins, "first_bucket": bucket}
-        return pack_message({"epoch": epoch.number, "text": epoch.text, **answer})
+        replica = self._replica
+        counts = {"calls": replica.world.control.calls, "joins": replica.joins, "contexts": replica.cadence.contexts}
+        answer = {"epoch": epoch.number, "text": epoch.text, "first_bucket": replica.engine.first_bucket}
+        return pack_message(answer | counts)
