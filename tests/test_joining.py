@@ -741,9 +741,12 @@ def test_the_environment_names_the_store_and_the_rank(monkeypatch):
 
 def test_shards_of_a_save_after_a_process_has_joined_are_named_alike(tmp_path: Path):
     """``Saver.agree`` takes the numbers of loads and of saves from the others."""
-    control = SimpleNamespace(gather=lambda own: [own, [None, 5], [3, 4]])
+    control = SimpleNamespace(gather=lambda own: [own, [None, 5], [3, 4]], calls=2)
     saver = Saver(SimpleNamespace(control=control, timeout=1.0))  # type: ignore[arg-type]
     saver.agree(tmp_path)
     assert saver._roots[os.path.realpath(tmp_path)] == _Root(3)
     assert saver._saves == 5
+    control.calls = 7  # nobody is left that has saved
+    saver.agree(tmp_path)
+    assert saver._saves == 7
     saver.closing()

@@ -202,8 +202,8 @@ class _StopVote(Listener):
     """One worker's part in the agreement on a stop round. A thread votes, and the training thread waits for the votes."""
 
     def __init__(self, replica: Replica, request: _StopRequest, grace: float) -> None:
-        self._transport, self._engine, self._cadence = replica.world, replica.engine, replica.cadence
-        self._request, self._grace = request, grace
+        self._transport, self._engine = replica.world, replica.engine
+        self._replica, self._request, self._grace = replica, request, grace
         self._lock = threading.Lock()
         # Under the lock: the vote, the time in which all votes are to be there, and the votes.
         self._vote: int | None = None
@@ -215,9 +215,8 @@ class _StopVote(Listener):
         self._thread.start()
 
     @property
-    def _name(self) -> str:
-        """Of a process that joins, another one after it has become a member."""
-        return f"preemption/{self._cadence.contexts}"
+    def _name(self) -> str:  # of a process that joins, known when it has become a member
+        return f"preemption/{self._replica.cadence.contexts}"
 
     @property
     def stop_round(self) -> int | None:
@@ -267,7 +266,7 @@ class _StopVote(Listener):
     def _run(self) -> None:
         failure: Exception | None = None
         try:
-            while not (self._request.pending or self._transport.is_asked(self._name)):
+            while self._replica.before_first_round or not (self._request.pending or self._transport.is_asked(self._name)):
                 if self._left.wait(_LOOK):
                     return
         except Exception as error:  # which nobody expects
@@ -278,7 +277,7 @@ class _StopVote(Listener):
 
     def _cast(self, *, asks: bool, failure: Exception | None = None) -> None:
         with self._lock:
-            if self._vote is not None:
+            if self._vote is not None or self._replica.before_first_round:
                 return
             self._vote = self._engine.round + 1
             self._deadline = time.monotonic() + self._grace

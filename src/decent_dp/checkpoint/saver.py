@@ -246,10 +246,11 @@ class Saver(Listener):
         """Where faults are tolerated: a worker that has joined learns how checkpoints are named."""
         key = os.path.realpath(path) if isinstance(path, (str, os.PathLike)) else ""
         root = self._roots.get(key)
-        found = self._transport.control.gather([None if root is None else root.attempt, self._saves])
+        control = self._transport.control
+        found = control.gather([None if root is None else root.attempt, self._saves])
         if root is None and key:
             self._roots[key] = _Root(max((attempt for attempt, _ in found if attempt is not None), default=0))
-        self._saves = max(saves for _, saves in found)
+        self._saves = max(control.calls, *(saves for _, saves in found))  # calls: if all that have saved are gone
 
     def save(self, replica: Replica, path: str | os.PathLike[str], state: Mapping[str, Any], keep: int, wait: bool) -> Saving:
         """Copies the state of ``replica`` and starts the thread of this save. ``wait`` is only checked."""

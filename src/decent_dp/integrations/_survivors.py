@@ -142,7 +142,7 @@ def save_again(replica: Replica, save: Callable[[], Saving]) -> None:
         error = save().error
         if error is None:
             return
-        if isinstance(error, CheckpointError):
+        if replica.survivors is not None and isinstance(error, CheckpointError):
             control.begin("save")
             control.gather(None)
         if tuple(control.ranks) == ranks:

@@ -51,7 +51,7 @@ class Members:
         self._origin = round_, dealt
 
     def refuse(self, error: Exception) -> None:
-        """Raises ``error``: some workers cannot take part in a call, or are in another round."""
+        """Raises ``error``: a call cannot be made by all workers in the same round, or expects that they change."""
         raise error
 
     def knows(self, round_: int) -> bool:

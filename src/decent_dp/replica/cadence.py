@@ -13,7 +13,7 @@ class Cadence:
 
     Attributes:
         made: the number of rounds that this worker has made.
-        contexts: how many ``Preemption`` contexts have begun. Those of one number, of all workers, belong together.
+        contexts: how many ``Preemption`` contexts have begun; those of one number, of all workers, belong together.
     """
 
     def __init__(self) -> None:
