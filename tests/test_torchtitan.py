@@ -26,6 +26,9 @@ pytestmark = [needs_shards, pytest.mark.slow]
 # GossipAdamW's means of columns are those of a shard; AdamW's steps are equal to rounding.
 EXACT = ("decent_dp.GossipAdamW, torch.optim.AdamW", "torch.optim.AdamW, torch.optim.AdamW")
 
+# Steps between two saves.
+INTERVAL = 6
+
 
 def script() -> dict[str, Any]:
     (block,) = blocks(ROOT / "docs" / "torchtitan.md", "python")
@@ -53,14 +56,14 @@ def sharded(rank: int, n: int, folder: str, compiled: bool) -> dict[str, Any]:
         config = names["Config"](checkpoint=f"{folder}/{name}", compile=compiled, **options)
         return names["train"](config)
 
-    replica = train("whole", steps=12, interval=6)
+    replica = train("whole", steps=12, interval=INTERVAL)
     found["whole"] = end(replica)
     found["rounds"] = replica.stats().rounds
     export(replica, f"{folder}/model.pt")
     replica.close()
     if not compiled:
         for steps in (6, 12):
-            replica = train("resumed", steps=steps, interval=6)
+            replica = train("resumed", steps=steps, interval=INTERVAL)
             found["resumed"] = end(replica)
             replica.close()
         counts = []
@@ -87,6 +90,8 @@ def plain(transport: Any, names: dict[str, Any], start: nn.Module, shards: int) 
                 group["lr"] = config.rate * min(1.0, (step + 1) / config.warmup)
             optimizer.step()
             optimizer.zero_grad()
+        if (step + 1) % INTERVAL == 0:
+            replica.flush()  # as a save does
     found = end(replica)
     replica.close()
     return found

@@ -269,8 +269,8 @@ def resized(worker: Worker) -> str:
     if worker.rank < 2:
         pair = Worker(worker.rank, 2, worker.driver, worker.device, worker.folder)
         run, _ = run_library(replace(IMAGES, options={"process_group": group}), pair)
-        states = everything(run.model)
         save(run.replica, worker.folder / "checkpoints")
+        states = everything(run.model)  # what was in flight is mixed in
         run.replica.close()
     saved = worker.gather(states)[:2]
     mean = mean_of(saved)

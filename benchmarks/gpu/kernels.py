@@ -97,11 +97,10 @@ class Pair:
             assert self.coders[0].first_nonfinite(fast) == self.coders[1].first_nonfinite(due), f"{what}: in another tensor"
             return
         fast, due = fast[:-FLAG].clone(), due[:-FLAG].clone()
-        for blocks in self.coders[0]._blocks_by_tensor():  # type: ignore[attr-defined]
-            for block in blocks:
-                codes = slice(block.at, block.at + block.numel)
-                if self.coders[0].needs_hints and not bool(due[block.record : block.record + 8].view(torch.float64).isfinite()):
-                    fast[codes] = due[codes] = 0  # a block without codes
+        for block in (block for chunk in self.coders[0].chunks for block in chunk.blocks):
+            codes = slice(block.at, block.at + block.numel)
+            if self.coders[0].needs_hints and not bool(due[block.record : block.record + 8].view(torch.float64).isfinite()):
+                fast[codes] = due[codes] = 0  # a block without codes
         differs = (fast != due).nonzero().flatten()
         # Between chunks there may be a few bytes of padding, which both leave as they were.
         assert not len(differs), f"{what}: bytes {differs[:5].tolist()} of {len(fast)} differ, {len(differs)} in all"
