@@ -257,15 +257,14 @@ class Collectives(Control):
                 last = now
             if now - began <= self._timeout or (is_said and now - last <= self._timeout):
                 continue
-            names = ", ".join(f"worker {rank}" for rank in missing) or "one of them"
-            text = (
-                f"not all living workers have come to {self._describe(what)} within the process group's timeout of "
-                f"{self._timeout:g} s: {names} did not."
-            )
+            names, call = ", ".join(f"worker {rank}" for rank in missing) or "one of them", self._describe(what)
+            within = f"within the process group's timeout of {self._timeout:g} s: {names} did not."
+            text = f"not all living workers have come to {call} {within}"
             if now - last > self._timeout:
-                raise PeerTimeoutError(
-                    f"{text} Make the same calls on every worker. Uneven numbers of batches need `with model.join():`."
-                )
+                if self._explain is not None and (apart := [r for r in missing if self._plane.view(r) is not PeerView.LINKED]):
+                    raise self._explain(apart, call)  # they were dialled meanwhile
+                advice = "Make the same calls on every worker. Uneven numbers of batches need `with model.join():`."
+                raise PeerTimeoutError(f"{text} {advice}")
             _log.warning("%s It is waited for, as it makes rounds. Is this call made on every worker?", text)
             is_said = True
 

@@ -295,7 +295,8 @@ class ProcessGroupTransport(Transport):
 
     @property
     def _dial_seconds(self) -> float:
-        return self.timeout if self._faults is None else min(self.timeout, self._faults.dead_after)
+        # Well below the timeout, after which a call says why somebody is not connected.
+        return self.timeout / 2 if self._faults is None else min(self.timeout / 2, self._faults.dead_after)
 
     def records(self) -> dict[str, str]:
         return self._rendezvous.records()
