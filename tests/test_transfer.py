@@ -467,6 +467,7 @@ def seats(member) -> tuple[Member, Epochs]:
     donor.monitor.epochs, donor.monitor.is_free = epochs, lambda rank, incarnation: rank == 2
     donor.server._replica.world = SimpleNamespace(control=SimpleNamespace(calls=7))
     donor.server._replica.joins = 1
+    donor.server._replica.cadence = SimpleNamespace(contexts=3)
     donor.server._replica.replicas = Replicas(tuple((rank,) for rank in range(4)))
     return donor, epochs
 
@@ -484,7 +485,7 @@ def test_a_seat_is_given_when_the_epoch_is_decided(seats):
         assert "wait" in wants(donor, 2)
     [future] = epochs.offers.values()
     future.set_result(SimpleNamespace(number=4, text="{}"))
-    answer = {"epoch": 4, "text": "{}", "calls": 7, "joins": 1, "first_bucket": 0}
+    answer = {"epoch": 4, "text": "{}", "calls": 7, "joins": 1, "contexts": 3, "first_bucket": 0}
     assert wants(donor, 2) == wants(donor, 2) == answer
     assert (donor.server._seats, epochs.withdrawn) == ({}, [])
 

@@ -261,8 +261,8 @@ class Collectives(Control):
             within = f"within the process group's timeout of {self._timeout:g} s: {names} did not."
             text = f"not all living workers have come to {call} {within}"
             if now - last > self._timeout:
-                if self._explain is not None and (apart := [r for r in missing if self._plane.view(r) is not PeerView.LINKED]):
-                    raise self._explain(apart, call)  # they were dialled meanwhile
+                if self._explain is not None and (apart := [r for r in missing if self._plane.view(r) is PeerView.PENDING]):
+                    raise self._explain(apart, call)  # they cannot be reached
                 advice = "Make the same calls on every worker. Uneven numbers of batches need `with model.join():`."
                 raise PeerTimeoutError(f"{text} {advice}")
             _log.warning("%s It is waited for, as it makes rounds. Is this call made on every worker?", text)
