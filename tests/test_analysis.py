@@ -422,7 +422,7 @@ def sent(rank: int, n: int, cases: list[tuple[str, int, int]]) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("n", [4, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 6))])
 def test_bytes_are_those_that_workers_send(workers, n):
     of_nodes = [name for name in fitting(n, 2) if name in ("complete", "alternating-exp-ring", "hierarchical")]
     fits = [*((name, 1) for name in fitting(n, 1)), *((name, 2) for name in of_nodes)]
