@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from decent_dp import errors, gossip
-from decent_dp.checkpoint import AveragedReplica, export, load, save
+from decent_dp.checkpoint import AveragedReplica, calibrate, export, load, save
 from decent_dp.ddp import DecentralizedDataParallel
-from decent_dp.errors import NonFiniteError, PeerError
+from decent_dp.errors import CheckpointError, NonFiniteError, PeerError
+from decent_dp.integrations._survivors import save_again
 from decent_dp.rules import OuterNesterov
 from decent_dp.sim import VirtualCluster
 from decent_dp.topo import make_topology
@@ -417,3 +420,39 @@ def test_with_turns_each_turn_counts_its_own_rounds(caplog):
         assert "parameter '1.weight'" in message
         assert rounds == 10
     assert sum("holds a NaN" in record.message for record in caplog.records) == 2
+
+
+def calibrates_alone_with_a_nan(transport: Any) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    replica = gossip(model, torch.optim.SGD(model.parameters(), lr=0.1), transport=transport)
+    batch = torch.full((8, 3), float("nan") if transport.rank == 1 else 1.0)
+    with replica.averaged(), pytest.raises(NonFiniteError) as found:
+        calibrate(replica, [batch])
+    replica.close()
+    return str(found.value)
+
+
+def test_without_faults_statistics_that_are_not_finite_are_an_error_on_all():
+    texts = run_replicas(2, calibrates_alone_with_a_nan)
+    assert texts[0] == texts[1]
+    assert "on workers [1]" in texts[0]
+
+
+def saves_where_one_cannot(transport: Any, folder: Path) -> str:
+    model = nn.Linear(3, 4)
+    replica = gossip(model, torch.optim.SGD(model.parameters(), lr=0.1), transport=transport)
+    if transport.rank == 1:
+        folder /= "a file"
+        folder.touch()
+    began = time.monotonic()
+    with pytest.raises((OSError, CheckpointError)) as found:
+        save_again(replica, lambda: save(replica, folder))
+    assert time.monotonic() - began < 10
+    replica.close()
+    return str(found.value)
+
+
+def test_a_save_that_one_worker_cannot_write_waits_for_nobody(tmp_path: Path):
+    """As the frameworks save, without ``faults=``: the worker with the error goes its own way."""
+    assert all(run_replicas(2, lambda transport: saves_where_one_cannot(transport, tmp_path)))

@@ -190,9 +190,8 @@ class StoreEntries:
 
     def announce(self, run: RunEntry) -> None:
         """Makes a run known; called by one worker."""
-        self._store.set(
-            f"run/{self._store.add('runs', 1)}", json.dumps({f.name: getattr(run, f.name) for f in fields(RunEntry)})
-        )
+        entry = {field.name: getattr(run, field.name) for field in fields(RunEntry)}
+        self._store.set(f"run/{self._store.add('runs', 1)}", json.dumps(entry))
 
     def write(self, status: Status) -> None:
         self._store.set(f"status/{status.run}/{status.rank}", status.to_json())

@@ -353,9 +353,7 @@ class GossipAdamW(AdamW, SharesStatistics):
         rows = [row for row in rows if id(row.param) not in chosen]
         pieces = [piece for row in rows for piece in self._pieces(row, *self._factors_of(group, row, GAINS))]
         for together in _in_parts(pieces):
-            changes = [
-                UpdateRow.of([torch.zeros_like(row.param), *row.tensors[1:]], row.step.clone()) for row, _, _ in together
-            ]
+            changes = [UpdateRow.of([torch.zeros_like(r.param), *r.tensors[1:]], r.step.clone()) for r, _, _ in together]
             self._adamw(group, changes, fused=self._fused(group, changes), weight_decay=0.0)
             for (row, of_rows, of_columns), change in zip(together, changes, strict=True):
                 self._move(row.param, change.param, of_rows, of_columns, 1 - group["lr"] * group["weight_decay"])
