@@ -14,14 +14,17 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from decent_dp.checkpoint import Preemption, latest, load, save
+from decent_dp.checkpoint.preempt import _StopRequest, _StopVote
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.transport import InProcessTransport, run_replicas
 from tests.helpers import SGD, alone, broken_store, loss, net, silent_store, values
@@ -591,3 +594,28 @@ def test_the_wrapper_is_not_kept_and_no_thread_stays():
     assert gone() is None
     assert set(threading.enumerate()) <= before
     assert "decent_dp.checkpoint.preempt" in sys.modules
+
+
+def test_a_process_that_joins_votes_when_it_is_a_member():
+    """In the context in which the others are then: a signal before that waits."""
+    names: list[str] = []
+    votes: Future[dict[int, str]] = Future()
+
+    def agree(name: str, *_: Any, **__: Any) -> Future[dict[int, str]]:
+        names.append(name)
+        return votes
+
+    replica: Any = SimpleNamespace(
+        world=SimpleNamespace(rank=2, agree=agree, is_asked=lambda name: False),
+        engine=SimpleNamespace(round=7),
+        cadence=SimpleNamespace(contexts=1),
+        before_first_round=lambda: None,
+    )
+    vote = _StopVote(replica, _StopRequest(pending=True), 1.0)
+    time.sleep(0.2)
+    assert names == []
+    replica.cadence.contexts, replica.before_first_round = 4, None
+    vote._thread.join(5)
+    assert names == ["preemption/4"]
+    vote.leave()
+    assert len(names) == 1
