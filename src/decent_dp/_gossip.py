@@ -9,6 +9,7 @@ could not overlap with them. A step that a GradScaler skips calls no hook, so wi
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import sys
@@ -35,6 +36,7 @@ from decent_dp.replica.optimizer_state import has_own_state_dict, load_optimizer
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, mesh_of, reshard
 from decent_dp.replica.shared_statistics import Statistics, sharing, tell_replicas
+from decent_dp.replica.shares import Shares, describe_node
 from decent_dp.replica.snapshot import (
     ENGINE_ENTRIES,
     begin_load,
@@ -48,7 +50,7 @@ from decent_dp.replica.snapshot import (
 from decent_dp.rules import Rule
 from decent_dp.rules.rule import check_rule
 from decent_dp.topo import Topology
-from decent_dp.transport import Transport, check_encrypt, check_transport, group_of_replicas, open_transport
+from decent_dp.transport import NodeGroup, Transport, check_encrypt, check_transport, group_of_replicas, open_transport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -77,6 +79,7 @@ def gossip(
     local_world_size: int | None = None,
     process_group: ProcessGroup | None = None,
     transport: Transport | None = None,
+    replica: str | None = None,
 ) -> Gossip:
     """Makes ``model`` a replica that mixes with its neighbours after each ``optimizer.step()``. Called by all workers.
 
@@ -113,21 +116,29 @@ def gossip(
     """
     owned, opened = open_transport(transport, group_of_replicas(process_group, mesh_of(model)), faults, encrypt)
     optimizers: list[Optimizer] = []
+    nodes: list[dict[str, Any] | None] = []
 
     def check() -> Arguments:
+        on_node = workers_per_node("local_world_size", local_world_size)
         check_transport(transport)
         check_model(model, shards=True)
         reshard(fsdp_modules(model))
         _refuse_shared_memory(model)
         optimizers.extend(check_optimizers(optimizer, model))
         check_compression(compression)
+        mesh = describe_mesh(model)
+        if mesh is None:
+            mesh = describe_node(replica, topology, opened, on_node)
+            nodes.append(mesh)
+        else:
+            nodes.append(None)
         return Arguments(
             Settings(bucket_size_in_mb, bool(overlap), check_scaler(scaler) is not None, compression, mix_every),
             topology,
             check_rule(rule),
-            workers_per_node("local_world_size", local_world_size),
+            on_node,
             {"optimizers": signature_of(optimizers, model), "encrypt": check_encrypt(encrypt)},
-            describe_mesh(model),
+            mesh,
             options_of(optimizers, model),
             sharing(optimizers),
             check_faults(faults),
@@ -135,6 +146,10 @@ def gossip(
 
     def make(agreed: Agreement) -> Gossip:
         _advise_on_nodes(topology, agreed, workers_per_node("local_world_size", local_world_size), opened.rank)
+        number, position = agreed.replicas.place_of(opened.rank)
+        if nodes[0] is not None:
+            ranks = agreed.replicas.workers_of(number)
+            agreed = dataclasses.replace(agreed, shares=Shares(position, len(ranks), NodeGroup(ranks, process_group)))
         return Gossip(model, opened, agreed, optimizers, check_scaler(scaler))
 
     return start_replica(model, opened, owned, check, make)
@@ -181,9 +196,13 @@ class Gossip(Replica):
         # Each optimizer's parameters at the call; referenced, so that no other object gets one of their ids.
         self._params_at_call = [params_of(optimizer) for optimizer in self.optimizers]
         tell_replicas(self.optimizers, self.peers.world_size)
-        self.statistics = Statistics(self.optimizers, {id(param): name for name, param in model.named_parameters()})
+        self.statistics = Statistics(
+            self.optimizers, {id(param): name for name, param in model.named_parameters()}, self.shares
+        )
         self.use_buckets(self._lay_out())
         self.hooks += [optimizer.register_step_post_hook(self._after_step(i)) for i, optimizer in enumerate(self.optimizers)]
+        if self.shares is not None:
+            self.hooks += self.shares.group.average_gradients(model)
         if fsdp_modules(model):
             self.hooks += _refuse_stale_backward(called_first(model), self.parameters.params)
         if scaler is not None:
@@ -263,6 +282,7 @@ class Gossip(Replica):
             if not self.settings.overlap:
                 for bucket in engine.buckets:
                     engine.finish(bucket).raise_if_failed()
+            self.share()
             self.end_round(stepped=step and self._taken)
             if step:
                 self._stepped, self._taken = [0] * len(self.optimizers), False
@@ -295,7 +315,8 @@ class Gossip(Replica):
         buckets = self.engine.lay_out(specs, self.parameters.locate(), range(len(specs))[::-1], limit, as_view=False)
         found = self.statistics
         found.locate()
-        return buckets + self.engine.lay_out_statistics(found.specs, found.tensors, found.every, after=len(buckets))
+        views = self.shares is None  # shares are views already
+        return buckets + self.engine.lay_out_statistics(found.specs, found.tensors, found.every, len(buckets), as_view=views)
 
     # -- the mean -----------------------------------------------------------------------------------------------------
 

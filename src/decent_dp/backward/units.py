@@ -155,7 +155,7 @@ class Builder:
         """Returns the statistics of these optimizers, and new buckets for them."""
         names = dict(zip(map(id, self._parameters.params), self._parameters.names, strict=True))
         found = Statistics([unit.optimizer for unit in units], names)
-        return found, self._engine.lay_out_statistics(found.specs, found.tensors, found.every, after=len(units))
+        return found, self._engine.lay_out_statistics(found.specs, found.tensors, found.every, len(units), as_view=True)
 
     @torch.no_grad()
     def release(self) -> None:

@@ -57,6 +57,7 @@ class Engine:
         nonfinite: the number of rounds that this worker sat out because of non-finite values.
         holes: the number of exchanges of single buckets that were left out, because the other worker was gone or silent.
         nonfinite_in: the last round in which this replica was not finite; -1 if it never was.
+        finished: the buckets whose exchanges have ended, whatever came; who uses this clears it.
         started: the last round in which these buckets have started an exchange or sat out; None before the first.
     """
 
@@ -85,6 +86,7 @@ class Engine:
         # Of the buckets before the present ones.
         self._rejected = self._left_out = 0
         self.first_bucket = 0
+        self.finished: set[Bucket] = set()
         self._warned_of_rejections = False
         # Of the tensors that were laid out last.
         self._message_share = 1.0
@@ -118,12 +120,12 @@ class Engine:
         ]
 
     def lay_out_statistics(
-        self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], every: int, after: int
+        self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], every: int, after: int, *, as_view: bool
     ) -> list[Bucket]:
         """Returns new buckets for small tensors that are averaged by plain gossip and sent as they are, one per device.
 
         Args:
-            tensors: become views of one flat tensor per bucket.
+            tensors, as_view: as of ``lay_out``.
             every: the fewest of the parameters' exchanges to one of these.
             after: the number of buckets that are installed before these.
         """
@@ -133,7 +135,7 @@ class Engine:
         plans, topology = plan_buckets(specs, range(len(specs)), math.inf), self.topology._spread(0, 1, 1)
         topology = topology._at_most_every(statistics_interval(every, self._message_share))
         return [
-            Bucket(first + number, FlatBuffer(plan, tensors, as_view=True), Lossless, Gossip(), topology)
+            Bucket(first + number, FlatBuffer(plan, tensors, as_view=as_view), Lossless, Gossip(), topology)
             for number, plan in enumerate(plans)
         ]
 
@@ -171,6 +173,7 @@ class Engine:
         in_flight, bucket.in_flight = bucket.in_flight, None
         if in_flight is None:
             return SAT_OUT
+        self.finished.add(bucket)
         if (handle := in_flight.handle) is None:
             bucket.mix_nothing(in_flight.round)
             return SAT_OUT

@@ -26,6 +26,7 @@ from decent_dp.replica.consistency import call_on_all, check_consistency, compar
 from decent_dp.replica.optimizer_guards import Options, warn_of_rates
 from decent_dp.replica.shards import assign_replicas, is_sharded, local
 from decent_dp.replica.shared_statistics import refuse_isolated
+from decent_dp.replica.shares import Shares
 from decent_dp.rules import DriftCorrection, Rule
 from decent_dp.rules.rule import rule_settings
 from decent_dp.topo import Edge, Topology, TopologyReg, make_topology
@@ -107,6 +108,7 @@ class Agreement:
     replicas: Replicas
     peers: Transport
     monitor: Members
+    shares: Shares | None = None
 
 
 def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check: Callable[[], Arguments]) -> Agreement:

@@ -129,10 +129,13 @@ class Mean:
             return copies, average(copies, counts)
 
         if self._needs_all:
-            return average(tensors, None)
+            distances = average(tensors, None)
+            self._parameters.gather()
+            return distances
         copies, distances = self._among_whole_replicas(average_copies)
         for tensor, copy in zip(tensors, copies, strict=True):
             tensor.copy_(copy)
+        self._parameters.gather()
         return distances
 
     @torch.no_grad()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from decent_dp.engine.layout import TensorSpec
 from decent_dp.replica.shards import fsdp_modules, has_unreduced_gradients, is_sharded, local, reshard
+from decent_dp.replica.shares import Shares
 
 __all__ = ["Parameters"]
 
@@ -18,21 +19,21 @@ class Parameters:
     Attributes:
         names: in registration order; a tied parameter has one name.
         params: the parameters.
-        tensors: the parameters, or their local shards, as of the last ``locate``.
+        tensors: the parameters, or their local shards, or this worker's shares of them, as of the last ``locate``.
         numbers: the index of each name in ``names``.
         specs: of ``tensors`` at construction.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, shares: Shares | None = None) -> None:
+        self._model, self._shares = model, shares
         self._fsdp = fsdp_modules(model)
         reshard(self._fsdp)
         self._at_construction = dict(model.named_parameters())
         trained = [(name, param) for name, param in self._at_construction.items() if param.requires_grad]
         self.names = [name for name, _ in trained]
         self.params = [param for _, param in trained]
-        self.tensors: list[Tensor] = [local(param) for param in self.params]
         self._are_sharded = any(map(is_sharded, self.params))
+        self.tensors: list[Tensor] = self._parts()
         self.numbers = {name: number for number, name in enumerate(self.names)}
         named = zip(self.names, self.tensors, self.params, strict=True)
         self.specs = [TensorSpec.of(name, tensor, param.numel()) for name, tensor, param in named]
@@ -49,8 +50,19 @@ class Parameters:
         """
         if self._are_sharded:
             reshard(self._fsdp)
-            self.tensors[:] = map(local, self.params)
+        if self._are_sharded or self._shares is not None:
+            self.tensors[:] = self._parts()
         return self.tensors
+
+    def _parts(self) -> list[Tensor]:
+        if self._shares is None:
+            return [local(param) for param in self.params]
+        return [self._shares.own("parameter", number, param) for number, param in enumerate(self.params)]
+
+    def gather(self) -> None:
+        """The workers of a node gather all of their shares."""
+        if self._shares is not None:
+            self._shares.gather("parameter", range(len(self.params)))
 
     def refuse_unreduced(self, what: str) -> None:
         """Raises RuntimeError while FSDP holds unreduced gradients, which ``what`` would lose."""

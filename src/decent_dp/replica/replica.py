@@ -137,7 +137,8 @@ class Replica(HookedModel):
     def __init__(self, model: nn.Module, transport: Transport, agreed: Agreement) -> None:
         self.world, self.peers, self.replicas = transport, agreed.peers, agreed.replicas
         self.settings = agreed.settings
-        self.parameters = Parameters(model)
+        self.shares = agreed.shares
+        self.parameters = Parameters(model, self.shares)
         self.topology = agreed.topology
         compression = check_compression(agreed.settings.compression)
         self.engine = Engine(self.peers, self.topology, agreed.rule, compression, self.peers.table)
@@ -236,6 +237,14 @@ class Replica(HookedModel):
             self.engine.mark_stale(replaced)
         for bucket in self.engine.buckets:
             bucket.buffer.rebind()
+
+    def share(self) -> None:
+        """The workers of a node gather what each has mixed."""
+        if self.shares is not None and self.engine.finished:
+            for kind, rules in (("parameter", True), ("statistics", False)):
+                buckets = [bucket for bucket in self.engine.finished if (bucket.rule is self.engine.rule) is rules]
+                self.shares.gather(kind, (slot.index for bucket in buckets for slot in bucket.buffer.plan.slots))
+        self.engine.finished.clear()
 
     def end_round(self, *, stepped: bool) -> None:
         """Called after all buckets were started."""
@@ -463,6 +472,7 @@ class Replica(HookedModel):
                 self.rebind()
                 for bucket in engine.buckets:  # a worker in a later round may have mixed what is in flight here
                     engine.finish(bucket)
+                self.share()
         self.mates.wait_for_whole_replicas()
 
     def meet(self, what: str) -> bool:

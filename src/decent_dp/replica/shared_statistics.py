@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from decent_dp.engine import Engine
 from decent_dp.engine.layout import TensorSpec
 from decent_dp.optim.statistics import SharesStatistics, drift_lookup
 from decent_dp.replica.parameters import Parameters
+from decent_dp.replica.shares import Shares
 from decent_dp.rules import DriftCorrection
 from decent_dp.topo import Topology
 
@@ -32,12 +34,14 @@ class Statistics:
         every: the number of the parameters' exchanges to one of the statistics.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
-        self._sharing = sharing(optimizers)
+    def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[int, str], shares: Shares | None = None) -> None:
+        self._sharing, self._shares = sharing(optimizers), shares
         found = [pair for optimizer in self._sharing for pair in optimizer.statistics()]
         self.every = min((optimizer.EVERY for optimizer in self._sharing), default=1)
-        self.tensors = [tensor for _, tensor in found]
-        self.specs = [TensorSpec.of(f"{names[id(param)]} (statistics)", tensor) for param, tensor in found]
+        self._whole = [tensor for _, tensor in found]
+        self._names = [f"{names[id(param)]} (statistics)" for param, _ in found]
+        self.tensors = self._parts()
+        self.specs = [TensorSpec.of(name, tensor) for name, tensor in zip(self._names, self.tensors, strict=True)]
 
     def locate(self) -> list[str]:
         """Updates ``tensors``, and returns the names of those that were replaced since the last call (by a load)."""
@@ -45,9 +49,14 @@ class Statistics:
             return []
         now = [tensor for optimizer in self._sharing for _, tensor in optimizer.statistics()]
         # With another number of parameters (add_param_group) the next round raises.
-        replaced = [spec.name for spec, old, new in zip(self.specs, self.tensors, now, strict=False) if old is not new]
-        self.tensors[:] = now
+        replaced = [name for name, old, new in zip(self._names, self._whole, now, strict=False) if old is not new]
+        self._whole = now
+        self.tensors[:] = self._parts()
         return replaced
+
+    def _parts(self) -> list[Tensor]:
+        shares = self._shares
+        return self._whole[:] if shares is None else [shares.own("statistics", i, t) for i, t in enumerate(self._whole)]
 
 
 def sharing(optimizers: Sequence[Optimizer]) -> list[SharesStatistics]:

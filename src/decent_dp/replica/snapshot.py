@@ -121,6 +121,7 @@ def settle(replica: Replica) -> None:
         with replica.mean.suspended():
             for bucket in engine.buckets:
                 engine.finish(bucket, replica.edits.get(bucket.number)).raise_if_failed()
+            replica.share()
 
 
 # -- resuming --------------------------------------------------------------------------------------------------------------

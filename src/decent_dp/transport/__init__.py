@@ -5,6 +5,7 @@ from __future__ import annotations
 from decent_dp.transport.in_process import InProcessTransport, LocalHub, run_replicas
 from decent_dp.transport.interface import Control, ExchangeRequest, Handle, Transport
 from decent_dp.transport.neighbours import Neighbours, PeerTable
+from decent_dp.transport.node_group import NodeGroup
 from decent_dp.transport.peers import Replicas
 from decent_dp.transport.process_group import (
     NewcomerTransport,
@@ -27,6 +28,7 @@ __all__ = [
     "LocalHub",
     "Neighbours",
     "NewcomerTransport",
+    "NodeGroup",
     "PeerTable",
     "ProcessGroupTransport",
     "Replicas",

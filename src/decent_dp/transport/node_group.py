@@ -1,0 +1,98 @@
+"""The workers of one node as one replica: they average gradients in the backward, and gather what each of them has mixed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from decent_dp._sizes import MIB
+from decent_dp.transport.rendezvous import timeout_of
+
+__all__ = ["NodeGroup"]
+
+# Bytes that are gathered together; they bound the extra memory.
+_CHUNK = 32 * MIB
+
+# Its name since torch 2.13.
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
+
+class NodeGroup:
+    """The process group of the workers of a node, all of which call each method together.
+
+    Args:
+        ranks: of these workers in ``process_group``, in ascending order.
+        process_group: which has others, too, of the same timeout and backend; None for the default group.
+    """
+
+    def __init__(self, ranks: Sequence[int], process_group: Any = None) -> None:
+        if len(ranks) == dist.get_world_size():
+            self._group: Any = dist.group.WORLD
+        else:
+            of_all = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+            timeout, backend = timeout_of(process_group), dist.get_backend(process_group)
+            # The workers of a node are in as many groups: with other numbers this would wait for ever (torch 2.13).
+            self._group = dist.new_group([of_all[rank] for rank in ranks], timeout, backend, use_local_synchronization=True)
+        self._position, self._size = dist.get_rank(self._group), len(ranks)
+        self._ddp: DistributedDataParallel | None = None
+
+    def average_gradients(self, model: nn.Module) -> list[Any]:
+        """Gradients of ``model`` are means over the node from now on, as by DDP. Returns the hooks that call it."""
+        params = nn.ParameterList(param for param in model.parameters() if param.requires_grad)
+        ddp = self._ddp = DistributedDataParallel(params, process_group=self._group, init_sync=False)
+
+        @torch._disable_dynamo
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            return ddp._pre_forward(*args, **kwargs)
+
+        @torch._disable_dynamo
+        def after(_: nn.Module, __: Any, output: Any) -> Any:
+            return ddp._post_forward(output)
+
+        return [model.register_forward_pre_hook(before, with_kwargs=True), model.register_forward_hook(after)]
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context manager around a forward and a backward whose gradients are not averaged yet."""
+        assert self._ddp is not None
+        with self._ddp.no_sync():
+            yield
+
+    @torch.no_grad()
+    def gather(self, shares: Sequence[Sequence[Tensor]]) -> None:
+        """Each worker has its own shares of some tensors, and gets those of the others.
+
+        Args:
+            shares: for each tensor those of all workers, in the order of their ranks; dense, of any dtypes on one device.
+        """
+        chunk: list[Sequence[Tensor]] = []
+        size = 0
+        for tensor in shares:
+            nbytes = sum(share.nbytes for share in tensor)
+            if chunk and (size + nbytes > _CHUNK or tensor[0].dtype != chunk[0][0].dtype):
+                self._gather_chunk(chunk)
+                chunk, size = [], 0
+            chunk.append(tensor)
+            size += nbytes
+        if chunk:
+            self._gather_chunk(chunk)
+
+    def _gather_chunk(self, shares: Sequence[Sequence[Tensor]]) -> None:
+        lengths = [sum(tensor[position].numel() for tensor in shares) for position in range(self._size)]
+        like, longest = shares[0][0], max(lengths)
+        gathered = torch.empty(self._size * longest, dtype=like.dtype, device=like.device)
+        parts = [gathered[position * longest :][:length] for position, length in enumerate(lengths)]
+        own = torch.zeros(longest, dtype=like.dtype, device=like.device)
+        torch.cat([tensor[self._position].reshape(-1) for tensor in shares], out=own[: lengths[self._position]])
+        _all_gather(gathered, own, group=self._group)
+        for position, part in enumerate(parts):
+            if position != self._position:
+                mine = [tensor[position] for tensor in shares]
+                pieces = part.split([share.numel() for share in mine])
+                torch._foreach_copy_(mine, [piece.view(share.shape) for piece, share in zip(pieces, mine, strict=True)])
