@@ -121,6 +121,9 @@ class Sharded:
             self.model.set_is_last_backward(last)
             (scale * self.loss(100 * i + t) / self.case.window).backward()
 
+    def move(self) -> None:
+        self.model.double().float()
+
     def looked_at(self, t: int) -> float:
         """The loss of the whole batch, for the present model: FSDP keeps the root's gathered parameters after it."""
         with torch.no_grad():
@@ -157,6 +160,9 @@ class Unsharded:
             if param.grad is not None:
                 param.grad /= self.shards
 
+    def move(self) -> None:
+        self.model.double().float()
+
     def looked_at(self, t: int) -> float:
         with torch.no_grad():
             return float(sum(self.losses(t))) / self.shards
@@ -192,7 +198,7 @@ def train(run: Any) -> dict[str, Any]:
         if t == 9:
             run.gossip.flush()
         if t == 10:
-            run.model.double().float()  # the same values, in other memory
+            run.move()  # the same values, in other memory
         if t == 11:
             run.looked_at(t)
             with torch.no_grad():

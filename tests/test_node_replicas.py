@@ -1,75 +1,108 @@
-"""A node as one replica: R nodes of L workers equal R workers that see the batches of the nodes."""
+"""A node is a replica: R nodes of L workers equal R workers that see the batches of the nodes."""
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 
 import decent_dp
 from decent_dp.optim import GossipAdamW
+from decent_dp.rules import DriftCorrection, OuterNesterov
 from decent_dp.transport import run_replicas
+from tests.sharded_cases import ADAMW, SGD, Case, Odd, Unsharded, assert_close, ended, inputs, made, scaler_of, train, values
+from tests.test_sharded import SITUATIONS, situation, unsharded
 
-L = 2
-STEPS = 7
-
-
-def net() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-
-
-def batch(t: int, worker: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * t + worker)
-    return torch.randn(4, 5, generator=generator), torch.randn(4, 3, generator=generator)
-
-
-def train(gossip: Any, model: Any, optimizer: Any, workers: list[int]) -> list[Tensor]:
-    for t in range(STEPS):
-        optimizer.zero_grad()
-        x, y = map(torch.cat, zip(*(batch(t, worker) for worker in workers), strict=True))
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-    gossip.flush()
-    own = [p.detach().clone() for p in model.parameters()]
-    with gossip.averaged():
-        mean = [p.detach().clone() for p in model.parameters()]
-    distance = gossip.consensus_distance()
-    gossip.close()
-    return own, mean, distance
-
-
-OPTIMIZERS = {
-    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "gossip-adamw": partial(GossipAdamW, lr=0.01),
+CASES = {
+    "base-2": Case({"topology": "base-2"}),
+    "one-peer-exp": Case({"topology": "one-peer-exp", "overlap": False}, ADAMW),
+    "ring": Case({"topology": "ring", "bucket_size_in_mb": 1e-4}, ADAMW),
+    "complete": Case({"topology": "complete", "bucket_size_in_mb": 1e-4}, ADAMW),
+    "mix_every": Case({"mix_every": 3}, clip=0.3),
+    "window": Case({"topology": "complete"}, window=2, clip=0.3),
+    "outer": Case({"rule": OuterNesterov(momentum=0.6), "topology": "complete", "mix_every": 4}, ADAMW),
+    # How it rounds depends on where a tensor is cut.
+    "bfloat16": Case({"compression": "bfloat16"}, tolerance=0.02),
+    "int8": Case({"compression": "int8", "overlap": False}, tolerance=0.05, steps=15),
+    "low-rank": Case({"compression": "low-rank:4"}, tolerance=0.05, steps=15),
+    # Statistics are rows and columns of whole matrices.
+    "gossip-adamw": Case({}, partial(GossipAdamW, lr=0.01), clip=0.3, steps=11),
+    # "drift": Case({"rule": DriftCorrection()}, partial(GossipAdamW, lr=0.01), clip=0.3, tolerance=1e-5),
 }
 
 
-def of_nodes(rank: int, n: int, optimizer: str, options: dict[str, Any]) -> Any:
-    model = net()
-    made = OPTIMIZERS[optimizer](model.parameters())
-    gossip = decent_dp.gossip(model, made, local_world_size=L, replica="node", **options)
-    return train(gossip, model, made, [rank])
+class OfNode:
+    """One worker of a node."""
+
+    def __init__(self, case: Case, workers: int, seed: int = 0) -> None:
+        self.case, self.workers = case, workers
+        self.replica, self.place = divmod(dist.get_rank(), workers)
+        self.model = Odd(seed)
+        self.optimizers, self.scaler = made(case, self.model), scaler_of(case)
+        options = {"local_world_size": workers, "replica": "node", **case.options}
+        self.gossip = decent_dp.gossip(self.model, self.optimizers, scaler=self.scaler, **options)
+
+    def loss(self, t: int) -> Tensor:
+        x, y = (part.chunk(self.workers)[self.place] for part in inputs(t, self.replica))
+        result: Tensor = (self.model(x) - y).square().mean()
+        return result
+
+    def gradients(self, t: int, scale: float = 1.0) -> None:
+        for i in range(self.case.window):
+            last = i == self.case.window - 1
+            with contextlib.nullcontext() if last else self.gossip.no_sync():
+                (scale * self.loss(100 * i + t) / self.case.window).backward()
+
+    def move(self) -> None:
+        for param in self.model.parameters():  # converted, it would lose DDP's hooks
+            param.data = param.data.clone()
+
+    def looked_at(self, t: int) -> float:
+        with torch.no_grad():
+            return float(sum((self.model(x) - y).square().mean() for x, y in self.parts(t))) / self.workers
+
+    def parts(self, t: int) -> Any:
+        return zip(*(part.chunk(self.workers) for part in inputs(t, self.replica)), strict=True)
 
 
-def of_workers(transport: Any, optimizer: str, options: dict[str, Any]) -> Any:
-    model = net()
-    made = OPTIMIZERS[optimizer](model.parameters())
-    gossip = decent_dp.gossip(model, made, transport=transport, **options)
-    return train(gossip, model, made, list(range(transport.rank * L, (transport.rank + 1) * L)))
+def body(rank: int, n: int, plan: list[tuple[int, int, str]]) -> list[Any]:
+    # Seeds differ: all workers start from the first.
+    return [train(OfNode(CASES[name], workers, seed=rank)) for _, workers, name in plan]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("nodes", [2, 3])
-def test_nodes_equal_workers(workers, nodes, optimizer):
-    options: dict[str, Any] = {}
-    found = workers(nodes * L, of_nodes, optimizer, options)
-    wanted = run_replicas(nodes, lambda transport: of_workers(transport, optimizer, options))
-    for rank, (own, mean, distance) in enumerate(found):
-        theirs = wanted[rank // L]
-        for a, b in zip(own + mean, theirs[0] + theirs[1], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-        assert distance == pytest.approx(theirs[2], rel=1e-4)
+PLANS = [
+    pytest.param(4, [(2, 2, name) for name in CASES], id="2x2"),
+    pytest.param(6, [(3, 2, name) for name in CASES if name != "one-peer-exp"], id="3x2"),
+    pytest.param(6, [(2, 3, name) for name in CASES], id="2x3"),
+]
+
+
+@pytest.mark.parametrize(("n", "plan"), PLANS)
+def test_equal_to_replicas_of_one_worker(workers, n, plan):
+    found = workers(n, body, plan)
+    for number, (replicas, shards, name) in enumerate(plan):
+        case = CASES[name]
+        wanted = run_replicas(replicas, partial(unsharded, case=case, shards=shards))
+        for rank in range(n):
+            where = f"{replicas} x {shards}, {name}, worker {rank}"
+            assert_close(found[rank][number], wanted[rank // shards], case.tolerance, where)
+            first = found[rank - rank % shards][number]["own"]
+            assert all(torch.equal(found[rank][number]["own"][key], value) for key, value in first.items()), where
+
+
+def in_situations(rank: int, n: int) -> list[Any]:
+    return [situation(OfNode(case, 2), name) for name, (case, _) in SITUATIONS.items()]
+
+
+def test_situations(workers):
+    found = workers(4, in_situations)
+    for number, (name, (case, _)) in enumerate(SITUATIONS.items()):
+        wanted = run_replicas(2, lambda transport, case=case, name=name: situation(Unsharded(case, transport, 2), name))
+        for rank in range(4):
+            assert_close(found[rank][number], wanted[rank // 2], case.tolerance, f"{name}, worker {rank}")

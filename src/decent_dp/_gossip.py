@@ -318,6 +318,13 @@ class Gossip(Replica):
         views = self.shares is None  # shares are views already
         return buckets + self.engine.lay_out_statistics(found.specs, found.tensors, found.every, len(buckets), as_view=views)
 
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager around the forwards and backwards of a window but the last: their gradients stay this worker's.
+
+        As DDP's, for replicas that are nodes. Where each worker is a replica it changes nothing.
+        """
+        return contextlib.nullcontext() if self.shares is None else self.shares.group.no_sync()
+
     # -- the mean -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager

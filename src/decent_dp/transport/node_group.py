@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from decent_dp._sizes import MIB
@@ -47,8 +48,11 @@ class NodeGroup:
         params = nn.ParameterList(param for param in model.parameters() if param.requires_grad)
         ddp = self._ddp = DistributedDataParallel(params, process_group=self._group, init_sync=False)
 
+        accumulators = _Accumulators(list(params))
+
         @torch._disable_dynamo
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            accumulators.refuse_new()
             return ddp._pre_forward(*args, **kwargs)
 
         @torch._disable_dynamo
@@ -96,3 +100,23 @@ class NodeGroup:
                 mine = [tensor[position] for tensor in shares]
                 pieces = part.split([share.numel() for share in mine])
                 torch._foreach_copy_(mine, [piece.view(share.shape) for piece, share in zip(pieces, mine, strict=True)])
+
+
+class _Accumulators:
+    """The nodes of autograd that DDP has its hooks on. A parameter that was converted and converted back has a new one."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params, self._nodes = params, [get_gradient_edge(param).node for param in params]
+        self._addresses = [param.data_ptr() for param in params]
+
+    def refuse_new(self) -> None:
+        """Raises RuntimeError if gradients of a parameter would not be averaged any more."""
+        addresses = [param.data_ptr() for param in self._params]  # where it was converted, it is somewhere else
+        if addresses == self._addresses:
+            return
+        if [get_gradient_edge(param).node for param in self._params] != self._nodes:
+            raise RuntimeError(
+                "the model was moved or converted, and back, after gossip(): its gradients would no longer be averaged over "
+                "the workers of the node. Move it before gossip(), or call gossip() again."
+            )
+        self._addresses = addresses
