@@ -46,30 +46,34 @@ class Part:
     """One worker's part of a replica. The processes after the first ``N`` join."""
 
     def __init__(
-        self, rank: int, n: int, *, shards: int = SHARDS, buffers: bool = True, joining_as: Any = VICTIMS, **options: Any
+        self, rank: int, n: int, kind: str = "sharded", *, shards: int = SHARDS, buffers: bool = True, joining_as: Any = VICTIMS,
+        **options: Any,
     ) -> None:
         from torch.distributed.device_mesh import DeviceMesh
 
-        names = ("replica", "shard")
-        meshes = [DeviceMesh("cpu", torch.arange(N).view(-1, shards), mesh_dim_names=names)]
-        if n > N:
-            meshes.append(DeviceMesh("cpu", torch.arange(N, n).view(1, shards), mesh_dim_names=names))
-        group = dist.new_group(range(N))
         self.rank, self.joins = rank, rank >= N
-        mesh = meshes[self.joins]
+        if kind == "sharded":
+            names = ("replica", "shard")
+            meshes = [DeviceMesh("cpu", torch.arange(N).view(-1, shards), mesh_dim_names=names)]
+            if n > N:
+                meshes.append(DeviceMesh("cpu", torch.arange(N, n).view(1, shards), mesh_dim_names=names))
+            mesh = meshes[self.joins]
+        else:
+            options = {"replica": "node", "local_world_size": shards, **options}
+        groups = [dist.new_group(range(first, last)) for first, last in ((0, N), (N, n)) if first < last]
         self.shards, self.position = shards, rank % shards
         options = {"faults": decent_dp.Tolerate(dead_after=DEAD_AFTER), **options}
         if self.joins:
             hear("dead")
             self.rank = joining_as[self.position]
             options["transport"] = decent_dp.join(the_store(), rank=self.rank)
-        else:
-            options["process_group"] = group
+        if kind == "node" or not self.joins:
+            options["process_group"] = groups[self.joins]
         self.number = self.rank // shards
         model = Odd(0 if rank < N else 17)
         if not buffers:
             del model.shift
-        self.model: nn.Module = shard(model, mesh["shard"])
+        self.model: nn.Module = shard(model, mesh["shard"]) if kind == "sharded" else model
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.8)
         self.scaler = options.get("scaler")
         self.gossip = decent_dp.gossip(self.model, self.optimizer, **options)
@@ -109,9 +113,9 @@ class Part:
         return mean
 
 
-def loses_some(rank: int, n: int, how: str, path: str) -> Any:
+def loses_some(rank: int, n: int, kind: str, how: str, path: str) -> Any:
     """Workers of the second replica are lost: one is killed, or both, or one is stopped for good."""
-    part = Part(rank, n)
+    part = Part(rank, n, kind)
     if not part.joins:
         part.train(lambda: part.gossip.stats().rounds >= 20)
     if rank == VICTIMS[1] or (rank == VICTIMS[0] and how == "node"):
@@ -148,9 +152,10 @@ def is_whole(part: Part) -> bool:
     return roster.epoch > 0 and roster.size == REPLICAS and part.gossip.stats().rounds >= roster.start + 30
 
 
+@pytest.mark.parametrize("kind", ["sharded", "node"])
 @pytest.mark.parametrize("how", ["kill", *(pytest.param(how, marks=pytest.mark.slow) for how in ("node", "freeze"))])
-def test_a_replica_that_loses_a_worker_ends_and_joins_again(workers, tmp_path, how):
-    outcomes = workers.outcomes(N + SHARDS, loses_some, how, str(tmp_path))
+def test_a_replica_that_loses_a_worker_ends_and_joins_again(workers, tmp_path, kind, how):
+    outcomes = workers.outcomes(N + SHARDS, loses_some, kind, how, str(tmp_path))
     if how == "freeze":  # its other worker waits in a collective that cannot be left
         assert outcomes[2].exitcode == 1
         assert "PeerLostError: worker 3 has ended, or cannot be heard" in (tmp_path / "stderr").read_text()
@@ -160,6 +165,7 @@ def test_a_replica_that_loses_a_worker_ends_and_joins_again(workers, tmp_path, h
     if how == "kill":
         assert (outcomes[2].error, "worker 3 has ended" in outcomes[2].message) == ("PeerLostError", True), outcomes[2]
     living = [0, 1, 4, 5, 6, 7]
+    for i in living: print(i, outcomes[i].trace[-1500:])
     assert [outcomes[i].trace for i in living] == [""] * 6
     found = {VICTIMS[i - N] if i >= N else i: outcomes[i].value for i in living}
     for rank, (steps, roster, rosters, longest, error, distance, stats, mean) in found.items():

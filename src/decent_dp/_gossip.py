@@ -202,7 +202,7 @@ class Gossip(Replica):
         self.use_buckets(self._lay_out())
         self.hooks += [optimizer.register_step_post_hook(self._after_step(i)) for i, optimizer in enumerate(self.optimizers)]
         if self.shares is not None:
-            self.hooks += self.shares.group.average_gradients(model)
+            self.hooks += self.shares.group.average_gradients(model, self.mates.explaining)
         if fsdp_modules(model):
             self.hooks += _refuse_stale_backward(called_first(model), self.parameters.params)
         if scaler is not None:

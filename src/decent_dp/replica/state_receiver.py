@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from decent_dp.errors import CheckpointError, PeerLostError
 from decent_dp.membership import Epoch, MembershipMonitor
 from decent_dp.replica.consistency import tensor_sizes
@@ -97,6 +99,8 @@ class _Joiner:
             snapshot["optim"]["scaler"] = scaler
         self._replica.engine.count_buckets_from(state["first_bucket"])
         put_back(self._replica, snapshot)
+        if self._replica.shares is not None:  # the copies may be those of different rounds
+            self._replica.shares.group.broadcast(_tensors_of(self._replica))
         assert monitor.epochs is not None
         monitor.epochs.learn(state["epoch"])
 
@@ -150,11 +154,11 @@ class _Joiner:
         Raises:
             PeerLostError: one of them has ended, or does not come within the timeout of their process group.
         """
-        mesh = mesh_of(self._replica.model)
-        if mesh is None:
+        mesh, shares = mesh_of(self._replica.model), self._replica.shares
+        if mesh is None and shares is None:
             return [value]
         try:
-            return gather_in_mesh(mesh, value)
+            return gather_in_mesh(mesh, value) if shares is None else shares.group.gather_values(value)
         except RuntimeError as error:
             number, _ = self._replica.replicas.place_of(self._transport.rank)
             workers = self._replica.replicas.workers_of(number)
@@ -168,6 +172,12 @@ class _Joiner:
         _, position = self._replica.replicas.place_of(self._transport.rank)
         found: T = dict(self._gather((position, value)))[0]
         return found
+
+
+def _tensors_of(replica: Replica) -> list[Tensor]:
+    """Those that all workers of a node have: parameters, and the state of optimizers."""
+    states = [state for optimizer in replica.optimizers for state in optimizer.state.values()]
+    return [*replica.model.parameters(), *(t for state in states for t in state.values() if isinstance(t, Tensor))]
 
 
 class _Healer(Listener):

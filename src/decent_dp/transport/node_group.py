@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,26 +29,46 @@ class NodeGroup:
     """The process group of the workers of a node, all of which call each method together.
 
     Args:
-        ranks: of these workers in ``process_group``, in ascending order.
-        process_group: which has others, too, of the same timeout and backend; None for the default group.
+        ranks: of these workers in the run, in ascending order.
+        process_group: of all workers of the run, or of these alone, as in a process that joins; None for the default group.
     """
 
     def __init__(self, ranks: Sequence[int], process_group: Any = None) -> None:
-        if len(ranks) == dist.get_world_size():
-            self._group: Any = dist.group.WORLD
-        else:
-            of_all = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        self._group: Any = process_group or dist.group.WORLD
+        if len(ranks) < dist.get_world_size(process_group):
+            of_all = dist.get_process_group_ranks(self._group)
             timeout, backend = timeout_of(process_group), dist.get_backend(process_group)
             # The workers of a node are in as many groups: with other numbers this would wait for ever (torch 2.13).
             self._group = dist.new_group([of_all[rank] for rank in ranks], timeout, backend, use_local_synchronization=True)
         self._position, self._size = dist.get_rank(self._group), len(ranks)
         self._ddp: DistributedDataParallel | None = None
 
-    def average_gradients(self, model: nn.Module) -> list[Any]:
-        """Gradients of ``model`` are means over the node from now on, as by DDP. Returns the hooks that call it."""
+    def average_gradients(self, model: nn.Module, explaining: Callable[[], AbstractContextManager[None]]) -> list[Any]:
+        """Gradients of ``model`` are means over the node from now on, as by DDP. Returns the hooks that call it.
+
+        Args:
+            explaining: the context in which a backward waits for the others.
+        """
         params = nn.ParameterList(param for param in model.parameters() if param.requires_grad)
         ddp = self._ddp = DistributedDataParallel(params, process_group=self._group, init_sync=False)
+        in_flight: list[Any] = []
 
+        def wait() -> None:
+            try:
+                with explaining():
+                    for future in in_flight:
+                        future.wait()
+            finally:
+                in_flight.clear()
+
+        def reduce(_, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, and these would be texts
+            if not in_flight:  # runs before DDP's own callback, whose error could not be explained
+                torch.autograd.Variable._execution_engine.queue_callback(wait)
+            sums = bucket.buffer().div_(self._size)
+            in_flight.append(dist.all_reduce(sums, group=self._group, async_op=True).get_future())
+            return in_flight[-1].then(lambda reduced: reduced.value()[0])
+
+        ddp.register_comm_hook(None, reduce)
         accumulators = _Accumulators(list(params))
 
         @torch._disable_dynamo
@@ -67,6 +88,18 @@ class NodeGroup:
         assert self._ddp is not None
         with self._ddp.no_sync():
             yield
+
+    def gather_values(self, value: Any) -> list[Any]:
+        """The values of all workers, in the order of their ranks."""
+        found: list[Any] = [None] * self._size
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    @torch.no_grad()
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Each worker gets the first one's."""
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), group=self._group, group_src=0)
 
     @torch.no_grad()
     def gather(self, shares: Sequence[Sequence[Tensor]]) -> None:
