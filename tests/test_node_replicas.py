@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+import copy
+import pickle
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch import Tensor
 
 import decent_dp
 from decent_dp.optim import GossipAdamW
-from decent_dp.rules import DriftCorrection, OuterNesterov
+from decent_dp.rules import OuterNesterov
 from decent_dp.transport import run_replicas
-from tests.sharded_cases import ADAMW, SGD, Case, Odd, Unsharded, assert_close, ended, inputs, made, scaler_of, train, values
+from tests.helpers import assert_same
+from tests.sharded_cases import ADAMW, SGD, Case, Odd, Unsharded, assert_close, inputs, made, scaler_of, step, train, values
 from tests.test_sharded import SITUATIONS, situation, unsharded
 
 CASES = {
@@ -106,3 +108,87 @@ def test_situations(workers):
         wanted = run_replicas(2, lambda transport, case=case, name=name: situation(Unsharded(case, transport, 2), name))
         for rank in range(4):
             assert_close(found[rank][number], wanted[rank // 2], case.tolerance, f"{name}, worker {rank}")
+
+
+def makes(rank: int, n: int) -> list[str]:
+    """What each way to ask for it makes."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    ways: list[dict[str, Any]] = [
+        {"local_world_size": 2},
+        {"local_world_size": 2, "replica": "worker"},
+        {"local_world_size": 4},
+        {"local_world_size": 4, "replica": "node"},
+        {"local_world_size": 2 if rank < 2 else 1},
+        {"local_world_size": 2 if rank < 2 else 1, "replica": "node"},
+        {"local_world_size": 3, "replica": "node"},
+        {"local_world_size": 2, "replica": "nodes"},
+        {"local_world_size": 2, "topology": "hierarchical"},
+        {"inner": 2},
+        {"inner": 4},
+        {"inner": 2, "replica": "worker"},
+    ]
+    groups = {2: [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2], 4: None}
+    found = []
+    for way in ways:
+        options, model = dict(way), Odd(0)
+        wrapped = DistributedDataParallel(model, process_group=groups[options.pop("inner")]) if "inner" in options else model
+        try:
+            gossip = decent_dp.gossip(wrapped, SGD(model.parameters()), **options)
+            wrapped(inputs(0, rank)[0]).sum().backward()
+            gossip.optimizers[0].step()
+            found.append(str(gossip.replicas.workers))
+            gossip.close()
+        except (ValueError, TypeError) as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_is_a_replica(workers):
+    nodes, each = "((0, 1), (2, 3))", "((0,), (1,), (2,), (3,))"
+    found = workers(4, makes)
+    assert all(one == found[0] for one in found)
+    texts = iter(found[0])
+    assert [next(texts) for _ in range(5)] == [nodes, each, each, "((0, 1, 2, 3),)", each]
+    assert "2 on the node of worker 0 and 1 on that of worker 2" in next(texts)
+    assert "nodes must have equally many" in next(texts)
+    assert "'nodes'" in next(texts)
+    assert (next(texts), next(texts)) == (each, nodes)
+    assert "over all 4 workers" in next(texts)
+    assert "over 2 workers" in next(texts)
+
+
+def copies(rank: int, n: int) -> dict[str, Tensor]:
+    """The model in a node is copied, pickled, and compiled."""
+    run = OfNode(Case(), 2)
+    step(run, 0)
+    again = pickle.loads(pickle.dumps(run.model))
+    assert_same(values(again), values(run.model))
+    assert_same(values(copy.deepcopy(run.model)), values(run.model))
+    again(inputs(0, 0)[0]).sum().backward()  # alone: no other worker does
+    run.gossip.close()
+    run.model(inputs(0, rank)[0]).sum().backward()  # as well
+    run = OfNode(Case(), 2)
+    run.model = torch.compile(run.model, backend="eager")
+    for t in range(4):
+        step(run, t)
+    own = values(run.gossip.model)
+    run.gossip.close()
+    return own
+
+
+def test_a_model_in_a_node_is_as_any_other(workers):
+    found = workers(4, copies)
+    wanted = run_replicas(2, lambda transport: steps_of_workers(transport, 4))
+    for rank, own in enumerate(found):
+        for name, value in wanted[rank // 2].items():
+            torch.testing.assert_close(own[name], value, rtol=1e-6, atol=1e-6)
+
+
+def steps_of_workers(transport: Any, steps: int) -> dict[str, Tensor]:
+    run = Unsharded(Case(), transport, 2)
+    for t in range(steps):
+        step(run, t)
+    own = values(run.model)
+    run.gossip.close()
+    return own

@@ -46,7 +46,14 @@ class Part:
     """One worker's part of a replica. The processes after the first ``N`` join."""
 
     def __init__(
-        self, rank: int, n: int, kind: str = "sharded", *, shards: int = SHARDS, buffers: bool = True, joining_as: Any = VICTIMS,
+        self,
+        rank: int,
+        n: int,
+        kind: str = "sharded",
+        *,
+        shards: int = SHARDS,
+        buffers: bool = True,
+        joining_as: Any = VICTIMS,
         **options: Any,
     ) -> None:
         from torch.distributed.device_mesh import DeviceMesh
@@ -165,7 +172,6 @@ def test_a_replica_that_loses_a_worker_ends_and_joins_again(workers, tmp_path, k
     if how == "kill":
         assert (outcomes[2].error, "worker 3 has ended" in outcomes[2].message) == ("PeerLostError", True), outcomes[2]
     living = [0, 1, 4, 5, 6, 7]
-    for i in living: print(i, outcomes[i].trace[-1500:])
     assert [outcomes[i].trace for i in living] == [""] * 6
     found = {VICTIMS[i - N] if i >= N else i: outcomes[i].value for i in living}
     for rank, (steps, roster, rosters, longest, error, distance, stats, mean) in found.items():

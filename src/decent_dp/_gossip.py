@@ -50,7 +50,15 @@ from decent_dp.replica.snapshot import (
 from decent_dp.rules import Rule
 from decent_dp.rules.rule import check_rule
 from decent_dp.topo import Topology
-from decent_dp.transport import NodeGroup, Transport, check_encrypt, check_transport, group_of_replicas, open_transport
+from decent_dp.transport import (
+    NodeGroup,
+    Transport,
+    check_encrypt,
+    check_transport,
+    group_of_replicas,
+    inside_ddp,
+    open_transport,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -114,9 +122,9 @@ def gossip(
             workers raise the same error.
         RuntimeError: there is no process group.
     """
+    model, inner = inside_ddp(model)
     owned, opened = open_transport(transport, group_of_replicas(process_group, mesh_of(model)), faults, encrypt)
     optimizers: list[Optimizer] = []
-    nodes: list[dict[str, Any] | None] = []
 
     def check() -> Arguments:
         on_node = workers_per_node("local_world_size", local_world_size)
@@ -126,19 +134,13 @@ def gossip(
         _refuse_shared_memory(model)
         optimizers.extend(check_optimizers(optimizer, model))
         check_compression(compression)
-        mesh = describe_mesh(model)
-        if mesh is None:
-            mesh = describe_node(replica, topology, opened, on_node)
-            nodes.append(mesh)
-        else:
-            nodes.append(None)
         return Arguments(
             Settings(bucket_size_in_mb, bool(overlap), check_scaler(scaler) is not None, compression, mix_every),
             topology,
             check_rule(rule),
             on_node,
             {"optimizers": signature_of(optimizers, model), "encrypt": check_encrypt(encrypt)},
-            mesh,
+            describe_mesh(model) or describe_node(replica, topology, opened, on_node, inner, process_group),
             options_of(optimizers, model),
             sharing(optimizers),
             check_faults(faults),
@@ -147,9 +149,10 @@ def gossip(
     def make(agreed: Agreement) -> Gossip:
         _advise_on_nodes(topology, agreed, workers_per_node("local_world_size", local_world_size), opened.rank)
         number, position = agreed.replicas.place_of(opened.rank)
-        if nodes[0] is not None:
+        if agreed.replicas.shards > 1 and mesh_of(model) is None:
             ranks = agreed.replicas.workers_of(number)
-            agreed = dataclasses.replace(agreed, shares=Shares(position, len(ranks), NodeGroup(ranks, process_group)))
+            group = NodeGroup(ranks, process_group if inner is None else inner, averages=inner is not None)
+            agreed = dataclasses.replace(agreed, shares=Shares(position, len(ranks), group))
         return Gossip(model, opened, agreed, optimizers, check_scaler(scaler))
 
     return start_replica(model, opened, owned, check, make)
@@ -201,8 +204,8 @@ class Gossip(Replica):
         )
         self.use_buckets(self._lay_out())
         self.hooks += [optimizer.register_step_post_hook(self._after_step(i)) for i, optimizer in enumerate(self.optimizers)]
-        if self.shares is not None:
-            self.hooks += self.shares.group.average_gradients(model, self.mates.explaining)
+        if self.shares is not None and not self.shares.group.averages:
+            self.call_around_forward(*self.shares.group.average_gradients(model, self.mates.explaining))
         if fsdp_modules(model):
             self.hooks += _refuse_stale_backward(called_first(model), self.parameters.params)
         if scaler is not None:

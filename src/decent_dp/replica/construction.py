@@ -26,7 +26,7 @@ from decent_dp.replica.consistency import call_on_all, check_consistency, compar
 from decent_dp.replica.optimizer_guards import Options, warn_of_rates
 from decent_dp.replica.shards import assign_replicas, is_sharded, local
 from decent_dp.replica.shared_statistics import refuse_isolated
-from decent_dp.replica.shares import Shares
+from decent_dp.replica.shares import Shares, agree_on_nodes
 from decent_dp.rules import DriftCorrection, Rule
 from decent_dp.rules.rule import rule_settings
 from decent_dp.topo import Edge, Topology, TopologyReg, make_topology
@@ -165,7 +165,7 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         if isinstance(transport, NewcomerTransport):
             replicas = _replicas_of_run(transport, given.mesh)
         else:
-            replicas = assign_replicas(transport.control.gather(given.mesh))
+            replicas = assign_replicas(agree_on_nodes(transport.control.gather(given.mesh)))
         peers = _peers_of(transport, replicas, given.faults)
         agreed, store = check_consistency(transport.control, transport.rank, attempt)
         neighbours = None if given.faults is None else peers.tolerate(given.faults)
@@ -279,6 +279,8 @@ def _replicas_of_run(transport: NewcomerTransport, mesh: Mapping[str, Any] | Non
         ValueError: the mesh does not fit.
     """
     replicas = Replicas(tuple(map(tuple, transport.signature["settings"]["workers of each replica"])))
+    if mesh is not None and mesh.get("of") == "auto" and replicas.shards == 1:
+        mesh = None
     shards = 1 if mesh is None else len(mesh["ranks"])
     if shards != replicas.shards:
         raise ValueError(

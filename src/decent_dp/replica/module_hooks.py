@@ -42,6 +42,26 @@ class HookedModel(ABC):
         for module in called_first(model):
             self.hooks.append(module.register_forward_pre_hook(_ForwardHook(me, known, _refuse_ddp)))
 
+    def call_around_forward(self, before: Callable[..., None], after: Callable[..., None]) -> None:
+        """``before`` is called with the arguments of each forward of the model, and ``after`` with what it returns."""
+
+        def enter(_: HookedModel, __: nn.Module, args: Any, kwargs: Any) -> None:
+            before(*args, **kwargs)
+
+        def leave(_: HookedModel, __: nn.Module, ___: Any, output: Any) -> None:
+            after(output)
+
+        me = weakref.ref(self)
+        for module in called_first(self.model):
+            known = frozenset([id(module)])
+            self.hooks.append(module.register_forward_pre_hook(_UntracedHook(me, known, enter), with_kwargs=True))
+            self.hooks.append(module.register_forward_hook(_UntracedHook(me, known, leave)))
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether DDP around the model averages over the workers of a replica, as it should."""
+        return False
+
     @abstractmethod
     def before_save(self) -> None:
         """Called before the values of a module are read."""
@@ -104,7 +124,9 @@ def called_first(model: nn.Module) -> Iterator[Any]:
             yield from called_first(child)
 
 
-def _refuse_ddp(_: HookedModel, module: nn.Module, *__: Any) -> None:
+def _refuse_ddp(own_model: HookedModel, module: nn.Module, *_: Any) -> None:
+    if own_model.averages_gradients:
+        return
     around: nn.Module = DistributedDataParallel._active_ddp_module  # type: ignore[assignment]
     own = set(map(id, module.parameters()))
     if any(id(param) in own for param in around.parameters()):
@@ -136,6 +158,14 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         return (_no_hook, ())
+
+
+class _UntracedHook(_Hook):
+    """A hook that torch.compile does not look into."""
+
+    @_disable_dynamo
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        super().__call__(module, *args)
 
 
 class _ForwardHook(_Hook):

@@ -238,6 +238,10 @@ class Replica(HookedModel):
         for bucket in self.engine.buckets:
             bucket.buffer.rebind()
 
+    @property
+    def averages_gradients(self) -> bool:
+        return self.shares is not None and self.shares.group.averages
+
     def share(self) -> None:
         """The workers of a node gather what each has mixed."""
         if self.shares is not None and self.engine.finished:
@@ -510,6 +514,8 @@ class Replica(HookedModel):
             self.closed = True
             for hook in self.hooks:
                 hook.remove()
+            if self.shares is not None:
+                self.shares.group.close()
             tell_replicas(self.optimizers, 1)
             self.mates.close()
             self.monitor.close()

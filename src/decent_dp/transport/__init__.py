@@ -5,7 +5,7 @@ from __future__ import annotations
 from decent_dp.transport.in_process import InProcessTransport, LocalHub, run_replicas
 from decent_dp.transport.interface import Control, ExchangeRequest, Handle, Transport
 from decent_dp.transport.neighbours import Neighbours, PeerTable
-from decent_dp.transport.node_group import NodeGroup
+from decent_dp.transport.node_group import NodeGroup, inside_ddp, ranks_in
 from decent_dp.transport.peers import Replicas
 from decent_dp.transport.process_group import (
     NewcomerTransport,
@@ -39,6 +39,8 @@ __all__ = [
     "connect",
     "gather_in_mesh",
     "group_of_replicas",
+    "inside_ddp",
     "open_transport",
+    "ranks_in",
     "run_replicas",
 ]

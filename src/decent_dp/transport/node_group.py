@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from decent_dp._sizes import MIB
 from decent_dp.transport.rendezvous import timeout_of
 
-__all__ = ["NodeGroup"]
+__all__ = ["NodeGroup", "inside_ddp", "ranks_in"]
 
 # Bytes that are gathered together; they bound the extra memory.
 _CHUNK = 32 * MIB
@@ -25,15 +25,35 @@ _CHUNK = 32 * MIB
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 
+def inside_ddp(model: Any) -> tuple[Any, Any]:
+    """The module in DistributedDataParallel, and its process group; of ``replicate`` the same module; else the model, None."""
+    if isinstance(model, DistributedDataParallel):
+        return model.module, model.process_group
+    if any(kind.__module__ == "torch.distributed._composable.replicate" for kind in type(model).__mro__):
+        from torch.distributed._composable.replicate import replicate
+
+        state: Any = replicate.state(model)
+        group = state._init_kwargs.get("process_group") if state._init_kwargs else state._ddp.process_group
+        return model, group or dist.group.WORLD
+    return model, None
+
+
+def ranks_in(group: Any, process_group: Any) -> list[int]:
+    """The ranks of the workers of ``group`` in ``process_group`` (None: the default one), or -1."""
+    known = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    return [known.index(rank) if rank in known else -1 for rank in dist.get_process_group_ranks(group)]
+
+
 class NodeGroup:
     """The process group of the workers of a node, all of which call each method together.
 
     Args:
         ranks: of these workers in the run, in ascending order.
         process_group: of all workers of the run, or of these alone, as in a process that joins; None for the default group.
+        averages: whether gradients are averaged over ``process_group`` already.
     """
 
-    def __init__(self, ranks: Sequence[int], process_group: Any = None) -> None:
+    def __init__(self, ranks: Sequence[int], process_group: Any = None, *, averages: bool = False) -> None:
         self._group: Any = process_group or dist.group.WORLD
         if len(ranks) < dist.get_world_size(process_group):
             of_all = dist.get_process_group_ranks(self._group)
@@ -41,16 +61,23 @@ class NodeGroup:
             # The workers of a node are in as many groups: with other numbers this would wait for ever (torch 2.13).
             self._group = dist.new_group([of_all[rank] for rank in ranks], timeout, backend, use_local_synchronization=True)
         self._position, self._size = dist.get_rank(self._group), len(ranks)
-        self._ddp: DistributedDataParallel | None = None
+        self.averages = averages
+        self._ddp: Any = None
 
-    def average_gradients(self, model: nn.Module, explaining: Callable[[], AbstractContextManager[None]]) -> list[Any]:
-        """Gradients of ``model`` are means over the node from now on, as by DDP. Returns the hooks that call it.
+    def average_gradients(
+        self, model: nn.Module, explaining: Callable[[], AbstractContextManager[None]]
+    ) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Gradients of ``model`` are means over the node from now on, as by DDP.
+
+        Returns:
+            What is to be called before each forward, with its arguments, and after it, with its result.
 
         Args:
             explaining: the context in which a backward waits for the others.
         """
         params = nn.ParameterList(param for param in model.parameters() if param.requires_grad)
-        ddp = self._ddp = DistributedDataParallel(params, process_group=self._group, init_sync=False)
+        ddp: Any = DistributedDataParallel(params, process_group=self._group, init_sync=False)
+        self._ddp = ddp
         in_flight: list[Any] = []
 
         def wait() -> None:
@@ -71,23 +98,25 @@ class NodeGroup:
         ddp.register_comm_hook(None, reduce)
         accumulators = _Accumulators(list(params))
 
-        @torch._disable_dynamo
-        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        def before(*args: Any, **kwargs: Any) -> None:
             accumulators.refuse_new()
-            return ddp._pre_forward(*args, **kwargs)
+            ddp._pre_forward(*args, **kwargs)  # moves nothing, as it is given no devices
 
-        @torch._disable_dynamo
-        def after(_: nn.Module, __: Any, output: Any) -> Any:
-            return ddp._post_forward(output)
+        return before, ddp._post_forward
 
-        return [model.register_forward_pre_hook(before, with_kwargs=True), model.register_forward_hook(after)]
+    def close(self) -> None:
+        """Gradients are each worker's own again: with the last reference to it DDP takes its hooks off the parameters."""
+        self._ddp = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context manager around a forward and a backward whose gradients are not averaged yet."""
-        assert self._ddp is not None
-        with self._ddp.no_sync():
+        with contextlib.nullcontext() if self._ddp is None else self._ddp.no_sync():  # else the user has DDP's own
             yield
+
+    @property
+    def backend(self) -> str:
+        return str(dist.get_backend(self._group))
 
     def gather_values(self, value: Any) -> list[Any]:
         """The values of all workers, in the order of their ranks."""
@@ -131,7 +160,7 @@ class NodeGroup:
         for position, part in enumerate(parts):
             if position != self._position:
                 mine = [tensor[position] for tensor in shares]
-                pieces = part.split([share.numel() for share in mine])
+                pieces = torch.split(part, [share.numel() for share in mine])
                 torch._foreach_copy_(mine, [piece.view(share.shape) for piece, share in zip(pieces, mine, strict=True)])
 
 
