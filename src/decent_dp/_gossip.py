@@ -23,6 +23,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from decent_dp._checks import check_number
 from decent_dp._sizes import MIB
 from decent_dp.arguments import check_model, check_scaler
 from decent_dp.compression import check_compression
@@ -35,7 +36,7 @@ from decent_dp.replica.optimizer_guards import check_optimizers, options_of, ref
 from decent_dp.replica.optimizer_state import has_own_state_dict, load_optimizer, params_of, saved_optimizer
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, mesh_of, reshard
-from decent_dp.replica.shared_statistics import Statistics, sharing, tell_replicas
+from decent_dp.replica.shared_statistics import Statistics, sharing
 from decent_dp.replica.shares import Shares, describe_node
 from decent_dp.replica.snapshot import (
     ENGINE_ENTRIES,
@@ -88,6 +89,7 @@ def gossip(
     process_group: ProcessGroup | None = None,
     transport: Transport | None = None,
     replica: str | None = None,
+    weight: float | None = None,
 ) -> Gossip:
     """Makes ``model`` a replica that mixes with its neighbours after each ``optimizer.step()``. Called by all workers.
 
@@ -116,6 +118,9 @@ def gossip(
         process_group: the workers that mix (of shards also ``mesh["replica"].get_group()``); None for all. Topologies count
             its ranks or, with sharded replicas, the replicas in the order of their first ranks.
         transport: ``InProcessTransport()`` for workers that are threads, or what ``join()`` returned.
+        weight: where workers have batches of different sizes: the samples, or tokens, of a step of this worker. A replica of
+            several workers has the sum of theirs. Mixing then keeps the weighted mean of the replicas, which is the mean
+            everywhere else, too; for topologies of pairs. On all workers, or None on all: replicas are equal.
 
     Raises:
         ValueError, TypeError: an argument is wrong, or models, optimizers, settings or topologies differ between workers. All
@@ -144,6 +149,7 @@ def gossip(
             options_of(optimizers, model),
             sharing(optimizers),
             check_faults(faults),
+            None if weight is None else check_number("weight", weight, "a positive number of samples or tokens", above=0.0),
         )
 
     def make(agreed: Agreement) -> Gossip:
@@ -198,7 +204,7 @@ class Gossip(Replica):
         self._checked: set[int] = set()
         # Each optimizer's parameters at the call; referenced, so that no other object gets one of their ids.
         self._params_at_call = [params_of(optimizer) for optimizer in self.optimizers]
-        tell_replicas(self.optimizers, self.peers.world_size)
+        self.tell_optimizers(range(self.peers.world_size))
         self.statistics = Statistics(
             self.optimizers, {id(param): name for name, param in model.named_parameters()}, self.shares
         )

@@ -31,12 +31,14 @@ class InFlight:
         handle: None if this worker sits the round out.
         near: the values that were sent, or about those, one per ``compression.tensors``: an edit needs them to decode its own
             message.
+        pull: the factor of what this worker takes, because of the replicas' weights (``Topology._pull``).
     """
 
     round: Round
     edge: Edge
     handle: Handle | None = None
     near: Sequence[Tensor] = ()
+    pull: float = 1.0
 
     @property
     def sits_out(self) -> bool:
@@ -115,6 +117,7 @@ class Bucket:
 
     def mix(self, in_flight: InFlight, factor: float, edit: Edit | None = None) -> None:
         """Applies the rule to the received message."""
+        factor *= in_flight.pull
         with self._stale_preserved() as some:
             if some and edit is not None:
                 self._mix_edited(in_flight, factor, edit)

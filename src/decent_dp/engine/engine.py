@@ -247,7 +247,7 @@ class Engine:
         moves = edit is not None and bucket.compression.needs_hints
         near = [value.clone() for value in proposal] if moves else proposal
         handle = None
-        if bucket.compression.pairs_only:
+        if bucket.compression.pairs_only or bucket.topology._weights is not None:
             self._refuse_groups(bucket, round_.number)
         if len(edge.ranks) > 1:
             meeting = Topology.meetings(bucket.topology, round_.number, edge.ranks)
@@ -255,7 +255,7 @@ class Engine:
             request = ExchangeRequest(bucket.compression, proposal, *bucket.messages, hint, self._transport.rank, exchange_id)
             handle = self._transport.start(edge, request)
             self.bytes_sent += handle.bytes_sent
-        bucket.in_flight = InFlight(round_, edge, handle, near)
+        bucket.in_flight = InFlight(round_, edge, handle, near, bucket.topology._pull(edge, self._transport.rank))
 
     def go_to(self, target: int) -> None:
         """Leaves out all rounds before ``target``: the others have gone on without this worker, which was silent or too late.
@@ -352,9 +352,10 @@ class Engine:
         """Of a topology without a period not all rounds were seen at construction. All workers raise the same."""
         largest = max((edge.ranks for edge in bucket.topology._checked(round_)), key=len)
         if len(largest) > 2:
+            what = f"compression={bucket.compression.name!r}" if bucket.compression.pairs_only else "weight="
             raise ValueError(
-                f"compression={bucket.compression.name!r} needs a topology of pairs, and round {round_} has the edge "
-                f"{largest}: use another topology or another compression."
+                f"{what} needs a topology of pairs, and round {round_} has the edge {largest}: use another topology, or leave "
+                "it out."
             )
 
     # -- saving and resuming -----------------------------------------------------------------------------

@@ -180,6 +180,7 @@ class Renewal:
         of_drift: the factor of those with the drift.
         eps: ε, which is added to the roots.
         n: the number of replicas.
+        batches: the global batch, in batches of this replica; n if all have equal ones.
         known: 1 less the weight of zeros in the averages.
         bound, smallest, tiny, large: the constants of ``optim.gossip_adamw``.
     """
@@ -187,6 +188,7 @@ class Renewal:
     kind: int
     eps: float
     n: int
+    batches: float
     known: float
     bound: float
     smallest: float
@@ -319,7 +321,7 @@ def _averages(
 
 @triton.jit
 def _v_of_all(means, shared, entries, exists, least, KIND: tl.constexpr):
-    """v of this replica, and V, which with roots is at least v/n."""
+    """v of this replica, and V, which with roots is at least the part that v is of it."""
     v = tl.load(means + entries, mask=exists, other=0.0)
     V = tl.load(shared + entries, mask=exists, other=0.0)
     if KIND == 2:
@@ -328,7 +330,7 @@ def _v_of_all(means, shared, entries, exists, least, KIND: tl.constexpr):
 
 
 @triton.jit
-def _factors(matrices, least, known, smallest, tiny, large, KIND: tl.constexpr, CHUNK: tl.constexpr):
+def _factors(matrices, least, noise, known, smallest, tiny, large, KIND: tl.constexpr, CHUNK: tl.constexpr):
     """Writes the gains or roots of one matrix."""
     entry = matrices + 12 * tl.program_id(0)
     means = pointer_at(entry + 3, tl.float32, False)
@@ -358,7 +360,7 @@ def _factors(matrices, least, known, smallest, tiny, large, KIND: tl.constexpr, 
         divisor = at_least(V, tiny)
         S = at_most(at_least(quotient(S, divisor), 0.0), 1.0)
         common = at_most(at_least(quotient(common, divisor), 0.0), 1.0)
-        share = at_least(common + (1 - S) * least, smallest * least)
+        share = at_least(common + (1 - S) * noise, smallest * noise)
         fourth = root(root(share))
         if KIND == 2:
             factor = root(V) * fourth
@@ -404,7 +406,7 @@ def _renew_alike(device: torch.device, kinds: tuple[object, ...], entries: list[
     if how.products:
         _take_gradients(device, whole, kinds, of_sums, of_entries, of_partial, how)
     _factors[(len(entries),)](
-        whole, 1 / how.n, float(how.known), how.smallest, how.tiny, how.large, how.kind, _CHUNK, num_warps=8
+        whole, 1 / how.batches, 1 / how.n, float(how.known), how.smallest, how.tiny, how.large, how.kind, _CHUNK, num_warps=8
     )
 
 

@@ -30,6 +30,12 @@ means of v, s and c over the replicas:
     v'  = v · (ρ_r·ρ_c/ρ) · √(F_r·F_c)                      the second moment to divide by
     v'  = V_r·V_c/V̄ · √(F_r·F_c)                           with the rule: the same for all replicas; at least v/(4n²)
 
+Replicas may have batches of unequal sizes a_i, whose mean gradients are weighted by a_i (``gossip(weight=...)``). Let A = Σ a,
+and s² be the noise of one sample. The noise in v is s²/a_i, and that of the global batch Σ (a_i/A)²·s²/a_i = s²/A, which is
+a_i/A of it: F = a_i/A + (1 - a_i/A)·κ. V, S and C are averaged with the weights, as the parameters are, so that the noise in V
+is Σ (a_i/A)·s²/a_i = n·s²/A. Of this the noise of the global batch is 1/n, so F_r and F_c stay as they are. V contains
+v·a_i/A, so the bounds of ρ and v' are a_i/A and v·a_i/(4nA).
+
 The update is AdamW's with v' in place of v. Without the rule it is computed as AdamW's times the gain √(v/v') of its row and
 column. Statistics and gains are renewed in every fourth step (with β2⁴, and with m as it is then), and averaged in every fourth
 round. Biases and other vectors get AdamW's update.
@@ -121,6 +127,8 @@ class GossipAdamW(AdamW, SharesStatistics):
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach, fused=fused)
         self._replicas = 1
+        # The global batch, in batches of this replica: n if all have equal ones.
+        self._batches: float = 1
         # The parameters of this many replicas lie in each tensor, one after another along the first dimension (the simulator).
         self._stacked = 1
         self._drift_of: Callable[[Tensor], Tensor | None] = _no_drift
@@ -131,15 +139,16 @@ class GossipAdamW(AdamW, SharesStatistics):
         for entry in state.get("state", {}).values():
             entry.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        for name, value in {"_replicas": 1, "_stacked": 1, "_drift_of": _no_drift, "_drift_scale": 1.0}.items():
+        for name, value in {"_replicas": 1, "_batches": 1, "_stacked": 1, "_drift_of": _no_drift, "_drift_scale": 1.0}.items():
             vars(self).setdefault(name, value)
 
     # -- with other replicas ------------------------------------------------------------------------------------------------
 
-    def set_replicas(self, n: int, *, stacked: bool = False) -> None:
+    def set_replicas(self, n: int, share: float | None = None, *, stacked: bool = False) -> None:
         """Sets the number of replicas; 1 when the optimizer is on its own again.
 
         Args:
+            share: of this replica in the weight of all, in (0, 1]; None: 1/n.
             stacked: the parameters of all n replicas lie in each tensor, one after another along the first dimension, as in the
                 simulator.
         """
@@ -149,6 +158,7 @@ class GossipAdamW(AdamW, SharesStatistics):
                 if COUNT in state and float(state[COUNT]) != float(state.get("step", 0)):
                     _drop_statistics(state)
         self._replicas = check_integer("the number of replicas", n, 1)
+        self._batches = self._replicas if share is None else 1 / share
         self._stacked = n if stacked else 1
         if self._replicas > 1:
             # An overflow on a GPU would be known only to the kernel, and the statistics must not take it: the GradScaler
@@ -327,7 +337,7 @@ class GossipAdamW(AdamW, SharesStatistics):
         tables.refuse_capture(type(self).__name__)
         from decent_dp.optim.gossip_kernels import KernelStep, takes  # imports Triton
 
-        step, others = KernelStep(group, self._replicas, self.EVERY, self._drift_scale), []
+        step, others = KernelStep(group, self._replicas, self._batches, self.EVERY, self._drift_scale), []
         for row in rows:
             drift = self._drift(group, row.param)
             if not takes(group, row, drift):
@@ -366,7 +376,7 @@ class GossipAdamW(AdamW, SharesStatistics):
         of_rows, of_columns = self._factors_of(group, row, ROOTS)
         t = int(self.state[row.param][COUNT])
         # A row may get its first gradient between two renewals. If no other replica has one, this is the second moment of ḡ.
-        scale, smallest = -lr / (1 - beta1**t), SMALLEST / (self._replicas**2 * (1 - beta2**t))
+        scale, smallest = -lr / (1 - beta1**t), SMALLEST / (self._replicas * self._batches * (1 - beta2**t))
         for piece, roots, _ in self._pieces(row, of_rows, of_columns):
             grad = -piece.grad if group["maximize"] else piece.grad
             piece.exp_avg.lerp_(grad, 1 - beta1)
@@ -416,9 +426,9 @@ class GossipAdamW(AdamW, SharesStatistics):
         for entry in (GAINS, ROOTS):
             state.pop(entry, None)
         if kind == ROOTS:
-            factors = _roots(of_v, of_all, rows, self._replicas, fading)
+            factors = _roots(of_v, of_all, rows, self._replicas, self._batches, fading)
         else:
-            factors = _gains(of_v, of_all, rows, self._replicas)
+            factors = _gains(of_v, of_all, rows, self._replicas, self._batches)
         state[kind] = factors.view_as(state[MEANS])
 
     def _take_gradient(self, group: dict[str, Any], row: UpdateRow, state: dict[str, Any], kind: str) -> None:
@@ -514,21 +524,21 @@ def _is_plain(row: UpdateRow) -> bool:
     return found == {(True, True, row.param.dtype)} and row.step.dtype == torch.float32
 
 
-def _gains(means: Tensor, shared: Tensor, rows: int, n: int) -> Tensor:
+def _gains(means: Tensor, shared: Tensor, rows: int, n: int, batches: float) -> Tensor:
     """The gains of the formula; they and ``means`` (v) are (stacked, R + C), ``shared`` (V, S, C) three times that."""
     v, s, c = shared.chunk(3, dim=1)
-    rho = (v / means.clamp(min=TINY)).clamp_(1 / n, LARGE)
-    whole = (v[:, :rows].mean(1) / means[:, :rows].mean(1).clamp(min=TINY)).clamp_(1 / n, LARGE)
+    rho = (v / means.clamp(min=TINY)).clamp_(1 / batches, LARGE)
+    whole = (v[:, :rows].mean(1) / means[:, :rows].mean(1).clamp(min=TINY)).clamp_(1 / batches, LARGE)
     gains = rho.rsqrt_() * _share_of_global_batch(v, s, c, n).pow_(-0.25)
     gains[:, :rows] *= whole.sqrt_()[:, None]
     return gains
 
 
-def _roots(means: Tensor, shared: Tensor, rows: int, n: int, fading: float) -> Tensor:
+def _roots(means: Tensor, shared: Tensor, rows: int, n: int, batches: float, fading: float) -> Tensor:
     """The factors of √v' of the formula that is the same for all replicas: (stacked, R + C)."""
     v, s, c = shared.chunk(3, dim=1)
-    # V contains v/n. With overlap a difference is added to averages that have faded since, which can leave less than zero.
-    v = torch.maximum(v, means / n)
+    # V contains v/batches. With overlap a difference is added to averages that have faded since: less than zero can be left.
+    v = torch.maximum(v, means / batches)
     # √F is the product of the fourth roots of rows and columns.
     roots = v.sqrt() * _share_of_global_batch(v, s, c, n).pow_(0.25)
     # The weight of zeros cancels here, so that it is corrected once in a product of roots.

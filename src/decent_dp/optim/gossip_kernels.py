@@ -63,12 +63,13 @@ class KernelStep:
     Args:
         group: of the optimizer.
         n: the number of replicas.
+        batches: the global batch, in batches of this replica; n if all have equal ones.
         every: the number of steps from one renewal of the statistics to the next.
         drift_scale: the factor that drifts are given with.
     """
 
-    def __init__(self, group: dict[str, Any], n: int, every: int, drift_scale: float) -> None:
-        self._group, self._n, self._every, self._drift_scale = group, n, every, drift_scale
+    def __init__(self, group: dict[str, Any], n: int, batches: float, every: int, drift_scale: float) -> None:
+        self._group, self._n, self._batches, self._every, self._drift_scale = group, n, batches, every, drift_scale
         self._lr, (self._beta1, self._beta2) = float(group["lr"]), group["betas"]
         self._sign = -1 if group["maximize"] else 1
         # By the device, the factors, the count before the step, and the number of products and the ratio of `kernels.Renewal`.
@@ -122,7 +123,7 @@ class KernelStep:
 
     def _values(self, t: int, factors: str) -> list[float]:
         beta1, beta2, lr = self._beta1, self._beta2, self._lr
-        correction = 1 / math.sqrt(1 - beta2**t) if factors == GAINS else SMALLEST / (self._n**2 * (1 - beta2**t))
+        correction = 1 / math.sqrt(1 - beta2**t) if factors == GAINS else SMALLEST / (self._n * self._batches * (1 - beta2**t))
         keep, scale = 1 - lr * self._group["weight_decay"], -lr / (1 - beta1**t)
         return [keep, beta1, 1 - beta1, beta2, 1 - beta2, correction, self._group["eps"], scale]
 
@@ -147,4 +148,5 @@ class KernelStep:
         if products == 3:
             given.update(of_drift=self._sign / (self._lr * self._drift_scale))
         known = 1 - self._beta2 ** (t + 1 if products else t)
-        return kernels.Renewal(kind=_KINDS[factors], eps=self._group["eps"], n=self._n, known=known, **given)
+        given.update(eps=self._group["eps"], n=self._n, batches=self._batches, known=known)
+        return kernels.Renewal(kind=_KINDS[factors], **given)

@@ -15,7 +15,7 @@ class SharesStatistics(ABC):
     """Base class of optimizers that keep statistics of the gradients which replicas average along with the parameters.
 
     ``gossip`` and ``DecentralizedDataParallel`` call ``set_replicas`` before the first step, and average the tensors of
-    ``statistics`` after the steps: in float32, by plain gossip, with the topology of the parameters.
+    ``statistics`` after the steps: in float32, by plain gossip, with the topology and the weights of the parameters.
 
     Attributes:
         EVERY: the number of rounds from one exchange of the statistics to the next.
@@ -24,8 +24,12 @@ class SharesStatistics(ABC):
     EVERY: ClassVar[int] = 1
 
     @abstractmethod
-    def set_replicas(self, n: int) -> None:
-        """Sets the number of replicas; 1 when the optimizer is on its own again."""
+    def set_replicas(self, n: int, share: float | None = None) -> None:
+        """Sets the number of replicas; 1 when the optimizer is on its own again.
+
+        Args:
+            share: of this replica in the weight of all, if ``gossip`` was given weights that differ; otherwise left out.
+        """
 
     @abstractmethod
     def statistics(self) -> list[tuple[Tensor, Tensor]]:

@@ -31,11 +31,11 @@ def control_of_part(control: Control, replicas: Replicas, rank: int) -> Control:
     return control.part([rank for rank in control.ranks if replicas.place_of(rank)[1] == own])
 
 
-def average_(control: Control, tensors: Sequence[Tensor], counts: bool | None = None) -> list[Tensor]:
+def average_(control: Control, tensors: Sequence[Tensor], counts: float | None = None) -> list[Tensor]:
     """Replaces each tensor by its mean over workers; returns the squared L2 distances of the old values to it (float64).
 
     Args:
-        counts: whether the mean is also one of this worker's values; None on all workers: it is one of all.
+        counts: the weight of this worker's values in the mean, 0 if it is none of them; None on all workers: all are equal.
     """
     distances = []
     for tensor, mean in _means(control, tensors, counts):
@@ -44,7 +44,7 @@ def average_(control: Control, tensors: Sequence[Tensor], counts: bool | None = 
     return distances
 
 
-def squared_distance(control: Control, tensors: Sequence[Tensor], counts: bool | None = None) -> float:
+def squared_distance(control: Control, tensors: Sequence[Tensor], counts: float | None = None) -> float:
     """Returns the squared L2 distance of this worker's tensors to their mean over workers; changes nothing.
 
     Args:
@@ -95,21 +95,20 @@ def _flatten(chunk: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
 
 
-def _means(control: Control, tensors: Sequence[Tensor], counts: bool | None) -> Iterator[tuple[Tensor, Tensor]]:
+def _means(control: Control, tensors: Sequence[Tensor], counts: float | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields each tensor with its mean over workers."""
     for chunk in _chunks(tensors):
         yield from _split(_mean(control, chunk, counts), chunk)
 
 
-def _mean(control: Control, chunk: Sequence[Tensor], counts: bool | None) -> Tensor:
+def _mean(control: Control, chunk: Sequence[Tensor], counts: float | None) -> Tensor:
     flat = _flatten(chunk)
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     if counts is None:
         control.mean(flat).wait()
         return flat
-    if not counts:
-        flat.zero_()  # 0 times a NaN is a NaN
-    # The share of those that count travels with the values: a worker may die before its part has arrived.
+    flat = flat.mul_(counts) if counts else flat.zero_()  # 0 times a NaN is a NaN
+    # The weight of those that count travels with the values: a worker may die before its part has arrived.
     flat = torch.cat([flat, flat.new_full((1,), float(counts))])
     control.mean(flat).wait()
     if not flat[-1] > 0:

@@ -78,6 +78,7 @@ class Arguments:
         options: of the optimizers, as far as they exist.
         sharing: the optimizers whose statistics are averaged.
         faults: how faults are tolerated; None: they are errors.
+        weight: of this worker in the mean; None: as that of all others.
     """
 
     settings: Settings
@@ -89,17 +90,19 @@ class Arguments:
     options: Options = field(default_factory=Options)
     sharing: Sequence[SharesStatistics] = ()
     faults: Tolerate | None = None
+    weight: float | None = None
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The result of the consistency check, equal on all workers. The topology includes ``mix_every``.
+    """The result of the consistency check, equal on all workers. The topology includes ``mix_every`` and the weights.
 
     Attributes:
         topology: its ranks are numbers of replicas.
         replicas: the workers of each replica.
         peers: connects the workers that hold the same part of each replica; its ranks are numbers of replicas.
         monitor: who takes part.
+        weights: of the replica of this worker, and of this worker; None for equal ones.
     """
 
     settings: Settings
@@ -108,6 +111,7 @@ class Agreement:
     replicas: Replicas
     peers: Transport
     monitor: Members
+    weights: tuple[float, float] | None = None
     shares: Shares | None = None
 
 
@@ -132,7 +136,13 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         if given.faults is not None:
             made = _tolerant(made, given, local_world_size, peers.rank, replicas.shards, narrow=narrow)
         # Called on the class, because a subclass may have an attribute named `every`.
-        mixing = Topology.every(made, given.settings.mix_every)
+        mixing, own = Topology.every(made, given.settings.mix_every), None
+        if len(set(weights)) > 1:
+            if most_workers(given.faults) > len(weights):
+                raise ValueError("weight= does not go with max_workers of faults: those of workers to come are not known.")
+            shares = [weight / sum(weights) for weight in weights]
+            of_replicas = [sum(shares[rank] for rank in ranks) for ranks in replicas.workers]
+            mixing, own = mixing._weighted(of_replicas), (of_replicas[peers.rank], shares[transport.rank])
         rule = fit_rule(given.rule, check_compression(given.settings.compression), mixing, narrow=narrow)
         faults = None if given.faults is None else given.faults.signature()
         shared: dict[str, Any] = {
@@ -143,6 +153,7 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
                 "rule": rule_settings(given.rule),
                 **given.more,
                 "faults": faults,
+                "weight": weights,
                 "workers of each replica": replicas.workers,
             },
             "optimizers": given.options.alike,
@@ -150,7 +161,8 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         if isinstance(transport, NewcomerTransport):
             compare(transport.signature, json.loads(json.dumps(shared)), transport.rank)
         store = _open_store(transport, mixing, given.faults, shared)
-        return (Agreement(given.settings, mixing, rule, replicas, peers, Members(transport, replicas)), store), shared
+        agreed = Agreement(given.settings, mixing, rule, replicas, peers, Members(transport, replicas), own)
+        return (agreed, store), shared
 
     def check_all() -> Arguments:
         checked = check()
@@ -164,8 +176,10 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         given = call_on_all(transport.control, check_all)
         if isinstance(transport, NewcomerTransport):
             replicas = _replicas_of_run(transport, given.mesh)
+            weights = _weights_of_run(transport, given.weight)
         else:
-            replicas = assign_replicas(agree_on_nodes(transport.control.gather(given.mesh)))
+            meshes, found = zip(*transport.control.gather([given.mesh, given.weight]), strict=True)
+            replicas, weights = assign_replicas(agree_on_nodes(meshes)), _agree_on_weights(found)
         peers = _peers_of(transport, replicas, given.faults)
         agreed, store = check_consistency(transport.control, transport.rank, attempt)
         neighbours = None if given.faults is None else peers.tolerate(given.faults)
@@ -296,6 +310,35 @@ def _replicas_of_run(transport: NewcomerTransport, mesh: Mapping[str, Any] | Non
             "each process the rank of its part (decent_dp.join(rank=...))."
         )
     return replicas
+
+
+def _agree_on_weights(found: Sequence[float | None]) -> list[float]:
+    """The weights of all workers, by rank; empty if none has one.
+
+    Raises:
+        ValueError: some have one, and others have not.
+    """
+    given = [weight for weight in found if weight is not None]
+    if 0 < len(given) < len(found):
+        missing = ", ".join(str(rank) for rank, weight in enumerate(found) if weight is None)
+        raise ValueError(
+            f"weight was given on some workers, and not on others ({missing}): give the samples, or tokens, of a step of this "
+            "worker on each of them, or on none."
+        )
+    return given
+
+
+def _weights_of_run(transport: NewcomerTransport, own: float | None) -> list[float]:
+    """Those of the run that this process joins.
+
+    Raises:
+        ValueError: the worker in whose place it comes had another one.
+    """
+    weights: list[float] = transport.signature["settings"]["weight"]
+    rank = min(transport.rank, len(weights) - 1)  # only where all are equal can there be more workers than began the run
+    if own != (wanted := weights[rank] if weights else None):
+        raise ValueError(f"worker {transport.rank} of this run has weight={wanted}, and this process has {own}: give the same.")
+    return weights
 
 
 def workers_per_node(name: str, given: Any) -> int:

@@ -35,13 +35,23 @@ class Mean:
     Args:
         world: connects all workers.
         members: of the run.
+        weights: of this replica, and of this worker in the mean of buffers that each has its own copy of; None: all equal.
 
     Attributes:
         backup: pairs (tensor, own value) while tensors have other values; None otherwise.
         scoped: whether the end of a with-block restores the backup.
     """
 
-    def __init__(self, model: nn.Module, parameters: Parameters, world: Transport, members: Members, mates: Mates) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Parameters,
+        world: Transport,
+        members: Members,
+        mates: Mates,
+        weights: tuple[float, float] | None = None,
+    ) -> None:
+        self._weights = weights
         self._model, self._parameters = model, parameters
         self._world, self._members, self._replicas, self._mates = world, members, members.replicas, mates
         self._needs_all = not members.tolerates_faults
@@ -120,8 +130,9 @@ class Mean:
         tensors = [*parts, *(buffer for buffer in buffers if not is_sharded(buffer))]
 
         def average(tensors: Sequence[Tensor], counts: bool | None) -> list[Tensor]:
-            distances = average_(self._control_of_part(), tensors[: len(parts)], counts)
-            average_(self._world.control, tensors[len(parts) :], counts)
+            of_replica, of_worker = self._weights_if(counts)
+            distances = average_(self._control_of_part(), tensors[: len(parts)], of_replica)
+            average_(self._world.control, tensors[len(parts) :], of_worker)
             return distances[: len(params)]
 
         def average_copies() -> tuple[list[Tensor], list[Tensor]]:
@@ -140,7 +151,7 @@ class Mean:
 
     @torch.no_grad()
     def mean_square_distance(self) -> float:
-        """The mean, over replicas, of the squared L2 distance of the parameters to their mean."""
+        """The mean, over replicas and by their weights, of the squared L2 distance of the parameters to their mean."""
         control, replicas = self._world.control, self._replicas
         pairs = zip(self._parameters.params, self._parameters.locate(), strict=True)
         # Parts that a replica holds several times count once.
@@ -148,18 +159,24 @@ class Mean:
         is_finite = None if self._needs_all else all(map(all_finite, parts))
         mates = replicas.workers_of(replicas.place_of(self._world.rank)[0])
 
-        def gather() -> list[float | None]:
+        def gather() -> list[list[float] | None]:
             counts = None
             if is_finite is not None:
                 found = dict(zip(control.ranks, control.gather(is_finite), strict=True))
                 counts = all(found.get(rank, False) for rank in mates)
                 if not any(all(found[rank] for rank in replicas.workers_of(number)) for number in replicas.whole(found)):
                     return []
-            square = squared_distance(self._control_of_part(), parts, counts)
-            return control.gather(None if counts is False else square)
+            weight, _ = self._weights_if(counts)
+            square = squared_distance(self._control_of_part(), parts, weight)
+            return control.gather(None if counts is False else [1.0 if weight is None else weight, square])
 
-        squares = [square for square in self._among_whole_replicas(gather) if square is not None]
-        return sum(squares) * replicas.shards / len(squares) if squares else float("nan")
+        found = [pair for pair in self._among_whole_replicas(gather) if pair is not None]
+        total = sum(weight * square for weight, square in found)
+        return total * replicas.shards / sum(weight for weight, _ in found) if found else float("nan")
+
+    def _weights_if(self, counts: bool | None) -> tuple[float | None, float | None]:
+        """The weights of this replica and this worker for ``average_``, if the replica counts."""
+        return (counts, counts) if counts is False or self._weights is None else self._weights
 
     def _control_of_part(self) -> Control:
         return control_of_part(self._world.control, self._replicas, self._world.rank)

@@ -12,7 +12,7 @@ import math
 import sys
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import Any, ClassVar
@@ -145,12 +145,12 @@ class Replica(HookedModel):
         self.monitor = agreed.monitor
         # Of a process that joins a run: makes it a member.
         self.before_first_round: Callable[[], None] | None = None
-        self.monitor.callbacks.append(lambda _, new: tell_replicas(self.optimizers, new.size))
+        self.monitor.callbacks.append(lambda _, new: self.tell_optimizers(new.members))
         self.mates = Mates(transport, self.monitor)
         self.mates.explain(fsdp_modules(model))
         if not isinstance(transport, NewcomerTransport):  # else they are connected later
             self.mates.start(0)
-        self.mean = Mean(model, self.parameters, transport, self.monitor, self.mates)
+        self.mean = Mean(model, self.parameters, transport, self.monitor, self.mates, agreed.weights)
         self.statistics = Statistics([], {})
         self.listeners: list[Listener] = []
         self.cadence = Cadence()
@@ -228,6 +228,10 @@ class Replica(HookedModel):
             sizes = [f"{bucket.buffer.plan.numel * bucket.buffer.plan.dtype.itemsize / MIB:.3g}" for bucket in buckets]
             _log.debug("worker %d: %d buckets, MiB: %s", self.world.rank, len(buckets), ", ".join(sizes))
         tell_drifts(self.optimizers, self.parameters, self.engine)
+
+    def tell_optimizers(self, members: Sequence[int]) -> None:
+        """Tells optimizers that share statistics which replicas take part."""
+        tell_replicas(self.optimizers, len(members), self.topology._share(self.peers.rank, members))
 
     def rebind(self) -> None:
         """Updates the buckets to the parameters' present storage."""

@@ -64,10 +64,10 @@ def sharing(optimizers: Sequence[Optimizer]) -> list[SharesStatistics]:
     return [optimizer for optimizer in optimizers if isinstance(optimizer, SharesStatistics)]
 
 
-def tell_replicas(optimizers: Sequence[Optimizer], n: int) -> None:
-    """Tells optimizers that share statistics the number of replicas."""
+def tell_replicas(optimizers: Sequence[Optimizer], n: int, share: float | None = None) -> None:
+    """Tells optimizers that share statistics the number of replicas, and the share of this one if their weights differ."""
     for optimizer in sharing(optimizers):
-        optimizer.set_replicas(n)
+        optimizer.set_replicas(*((n,) if share is None else (n, share)))
 
 
 def tell_drifts(optimizers: Sequence[Optimizer], parameters: Parameters, engine: Engine) -> None:

@@ -46,7 +46,8 @@ def _grows_in(rule: Rule, topology: Topology) -> bool:
             if len(edge.ranks) > 1:
                 own = proposal[edge.ranks]
                 others = (own.sum(0) - own) / (len(own) - 1)
-                difference[edge.ranks] = (1 - edge.weight) * (others - own)
+                rates = [[(1 - edge.weight) * topology._pull(edge, rank)] for rank in edge.ranks]
+                difference[edge.ranks] = np.multiply(rates, others - own)
         rule.apply(x, state, torch.from_numpy(difference), Round(t))
         distances.append(float((x - x.mean(0)).norm()))
         if not distances[-1] <= _HUGE:  # also of NaN

@@ -68,6 +68,7 @@ class VirtualCluster:
         scaler: a ``torch.GradScaler``; each replica gets a copy, which scales its loss, skips its steps and is updated.
         vectorize: True: all replicas in one pass, or raise; False: one replica after another, each with Python objects of its
             own; None: in one pass if the first step shows that it is exact, else one after another, with a warning in the log.
+        weights: of the replicas, as the argument ``weight`` of ``gossip``; None: all equal.
 
     Attributes:
         round: the number of the next step; counts steps, also those that a scaler skipped.
@@ -93,6 +94,7 @@ class VirtualCluster:
         grad_clip_norm: float = 0.0,
         scaler: torch.amp.GradScaler | None = None,
         vectorize: bool | None = None,
+        weights: Sequence[float] | None = None,
     ) -> None:
         n = check_integer("n, the number of workers,", n, 1)
         mix_every = check_integer("mix_every", mix_every, 1)
@@ -119,6 +121,8 @@ class VirtualCluster:
         )
         self.topology = Topology.every(made, mix_every)  # of the class: a subclass may have an attribute of this name
         self._stack = Stack(model, n)
+        if weights is not None:
+            self._use_weights(weights)
         kind = check_compression(compression)
         narrow = any(param.itemsize < 4 for param in self._stack.params.values())
         self._rule = fit_rule(check_rule(rule), kind, self.topology, narrow=narrow)
@@ -129,6 +133,15 @@ class VirtualCluster:
         self._stepper = self._make_stepper()
         self._failure: BaseException | None = None
         self.round = 0
+
+    def _use_weights(self, weights: Sequence[float]) -> None:
+        want = "a positive number of samples or tokens"
+        found = [check_number(f"weight {i}", weight, want, above=0.0) for i, weight in enumerate(weights)]
+        if len(found) != self.n:
+            raise ValueError(f"weights must have a number for each of the {self.n} workers, got {len(found)}")
+        if len(set(found)) > 1:
+            self.topology = self.topology._weighted(found)
+            self._stack.weights = torch.tensor(found, dtype=torch.float64, device="cpu")
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -184,7 +197,11 @@ class VirtualCluster:
 
     def _make_stepper(self) -> Stepper:
         may_share = self._gradients.vectorized is not False
-        stepper = make_stepper(self._stack, *self._factories, self._scaler, self._max_norm, self._faults, may_share=may_share)
+        share_of = self.topology._share
+        shares = [share_of(i, range(self.n)) for i in range(self.n)]
+        stepper = make_stepper(
+            self._stack, *self._factories, self._scaler, self._max_norm, self._faults, may_share=may_share, shares=shares
+        )
         if isinstance(self._rule, DriftCorrection):
             states = self._exchange.states
             drifts = [states[name]["drift"] for name in self._stack.names]
@@ -338,7 +355,7 @@ class VirtualCluster:
 
         Over ``alive``, if some are away.
         """
-        return float(self._stack.squared_distances(self._faults.rows).mean().sqrt())
+        return float(self._stack.mean_square_distance(self._faults.rows).sqrt())
 
     def mean_model(self) -> nn.Module:
         """A new model with the mean of all floating-point parameters and buffers; other buffers are replica 0's.

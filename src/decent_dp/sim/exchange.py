@@ -87,17 +87,19 @@ class SimulatedExchange(ABC):
 
 @dataclass(frozen=True)
 class _EqualEdges:
-    """The edges of a round that have one size and one weight.
+    """The edges of a round that have one size and one weight; of pairs, the members that take the same part of a difference.
 
     Attributes:
         rows: their members, edge by edge; None for all replicas in their order.
         partners: of an edge of two, the other member; None for other sizes.
         edge: one of them.
+        pull: of the members (``Topology._pull``).
     """
 
     rows: Tensor | None
     partners: Tensor | None
     edge: Edge
+    pull: float = 1.0
 
     @property
     def size(self) -> int:
@@ -131,7 +133,7 @@ class LosslessExchange(SimulatedExchange):
             excluded = _nonfinite(proposed)
             edges = with_holes(edges, lambda edge: not excluded.isdisjoint(edge.ranks))
         used = [edge for edge in edges if len(edge.ranks) > 1 or self._rule.acts_alone]
-        parts = _equal_edges(used, self._topology.world_size, self._params[0].device)
+        parts = _equal_edges(used, self._topology, self._params[0].device)
         self._in_flight = round_, [(part, [_differences(proposal, part) for proposal in proposed]) for part in parts]
 
     @torch.no_grad()
@@ -141,7 +143,7 @@ class LosslessExchange(SimulatedExchange):
             return
         round_, started = in_flight
         for part, differences in (piece for whole in started for piece in self._parted(*whole)):
-            rate = mixing_rate(part.edge, self.factor) if part.size > 1 else 0.0
+            rate = mixing_rate(part.edge, self.factor * part.pull) if part.size > 1 else 0.0
             for param, state, difference in zip(self._params, self._states, differences, strict=True):
                 stacked = [param, *state.values()]
                 values, *own = stacked if part.rows is None else (tensor.index_select(0, part.rows) for tensor in stacked)
@@ -163,24 +165,27 @@ class LosslessExchange(SimulatedExchange):
         all_rows = torch.tensor(rows, dtype=torch.int64, device=part.partners.device)
         arrived = [None if difference is None else difference[here] for difference in differences]
         return [
-            (_EqualEdges(all_rows[here], part.partners[here], part.edge), arrived),
+            (_EqualEdges(all_rows[here], part.partners[here], part.edge, part.pull), arrived),
             (_EqualEdges(all_rows[gone], None, Edge([rows[lost.index(True)]], 1.0)), [None] * len(differences)),
         ]
 
 
-def _equal_edges(edges: Sequence[Edge], n: int, device: torch.device) -> list[_EqualEdges]:
-    alike: dict[tuple[int, float], list[Edge]] = {}
+def _equal_edges(edges: Sequence[Edge], topology: Topology, device: torch.device) -> list[_EqualEdges]:
+    # Of pairs one entry for each end, as a list of the members with this one first.
+    alike: dict[tuple[int, float, float], list[tuple[list[int], Edge]]] = {}
     for edge in edges:
-        alike.setdefault((len(edge.ranks), edge.weight), []).append(edge)
+        for ranks in (edge.ranks, edge.ranks[::-1]) if len(edge.ranks) == 2 else (sorted(edge.ranks),):
+            key = (len(ranks), edge.weight, topology._pull(edge, ranks[0]))
+            alike.setdefault(key, []).append((ranks, edge))
     parts = []
-    for (size, _), equal in alike.items():
-        ranks, partners = [rank for edge in equal for rank in sorted(edge.ranks)], None
+    for (size, _, pull), equal in alike.items():
+        members, partners = [rank for ranks, _ in equal for rank in ranks], None
         if size == 2:
-            others = {rank: other for edge in equal for rank, other in (edge.ranks, edge.ranks[::-1])}
-            ranks = sorted(others)
-            partners = torch.tensor([others[rank] for rank in ranks], dtype=torch.int64, device=device)
-        rows = None if ranks == list(range(n)) else torch.tensor(ranks, dtype=torch.int64, device=device)
-        parts.append(_EqualEdges(rows, partners, equal[0]))
+            others = {rank: other for (rank, other), _ in equal}
+            members = sorted(others)
+            partners = torch.tensor([others[rank] for rank in members], dtype=torch.int64, device=device)
+        rows = None if members == list(range(topology.world_size)) else torch.tensor(members, dtype=torch.int64, device=device)
+        parts.append(_EqualEdges(rows, partners, equal[0][1], pull))
     return parts
 
 
@@ -249,7 +254,7 @@ class CompressedExchange(SimulatedExchange):
         hints = {rank: buckets[rank].compression.hint(own) for rank, own in proposals.items()} if needs_hints else {}
         for edge in edges:
             for rank in edge.ranks:
-                buckets[rank].in_flight = InFlight(round_, edge)
+                buckets[rank].in_flight = InFlight(round_, edge, pull=self._topology._pull(edge, rank))
             if len(edge.ranks) > 1:
                 self._exchange(edge, t, buckets, proposals, hints)
 

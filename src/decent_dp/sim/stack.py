@@ -33,6 +33,7 @@ class Stack:
             of its parameter: int8 numbers its rounding by memory order (docs/log.md, "the simulator beside real workers").
         frozen: of the others, likewise.
         buffers: likewise.
+        weights: of the replicas in means, (n,) in float64; None: all equal.
 
     Raises:
         TypeError, ValueError: ``model`` cannot be copied or trained; names the parameter.
@@ -52,6 +53,7 @@ class Stack:
                 self.frozen[name] = _repeated(param, n)
         self.buffers = {name: _repeated(buffer, n) for name, buffer in self.template.named_buffers()}
         self.names = list(self.params)
+        self.weights: Tensor | None = None
 
     def row(self, i: int) -> dict[str, Tensor]:
         """Replica i's tensors by name: views."""
@@ -68,7 +70,8 @@ class Stack:
         other buffers."""
         # torch sums narrow types in float32.
         values = [(name, value if rows is None else value[rows]) for name, value in self.values().items()]
-        return self._model({name: value.mean(0) if value.dtype in FLOAT_DTYPES else value[0] for name, value in values})
+        mean = self._mean
+        return self._model({name: mean(value, rows) if value.dtype in FLOAT_DTYPES else value[0] for name, value in values})
 
     @torch.no_grad()
     def squared_distances(self, rows: list[int] | None = None) -> Tensor:
@@ -76,11 +79,23 @@ class Stack:
         total = torch.zeros(self.n if rows is None else len(rows), dtype=torch.float64, device="cpu")
         for stacked in self.params.values():
             param = stacked if rows is None else stacked[rows]
-            mean = param.mean(0, dtype=torch.float64)
+            mean = self._mean(param, rows, torch.float64)
             size = max(1, _CHUNK // max(1, mean.numel()))
             for part, sums in zip(torch.split(param, size), torch.split(total, size), strict=True):
                 sums += (part.to(torch.float64) - mean).square().reshape(len(part), -1).sum(1).cpu()
         return total
+
+    def mean_square_distance(self, rows: list[int] | None) -> Tensor:
+        """The mean of ``squared_distances``, by the weights."""
+        return self._mean(self.squared_distances(rows), rows)
+
+    def _mean(self, values: Tensor, rows: list[int] | None, dtype: torch.dtype | None = None) -> Tensor:
+        """The mean over ``rows``, whose values these are, by the weights."""
+        if self.weights is None:
+            return values.mean(0, dtype=dtype)
+        weights = self.weights if rows is None else self.weights[rows]
+        mean: Tensor = torch.tensordot((weights / weights.sum()).to(values.device), values.to(torch.float64), 1)
+        return mean.to(values.dtype if dtype is None else dtype)
 
     def values(self) -> dict[str, Tensor]:
         """All tensors by name, (n, *shape), detached; not copies."""

@@ -105,8 +105,12 @@ def make_stepper(
     faults: Faults,
     *,
     may_share: bool,
+    shares: Sequence[float | None],
 ) -> Stepper:
     """The stepper of these replicas: one optimizer for all if it may be shared and is known to work element by element.
+
+    Args:
+        shares: of the replicas in the weight of all (``SharesStatistics.set_replicas``).
 
     Raises:
         TypeError, ValueError: a factory does not return an optimizer or a scheduler of the given parameters.
@@ -119,16 +123,17 @@ def make_stepper(
             *getattr(optimizer, "_optimizer_step_post_hooks", {}).values(),
         ]
         known = all(getattr(hook, "__module__", "").startswith("decent_dp.optim") for hook in hooks)
-        if type(optimizer) in _STACKABLE and known:
+        unequal = isinstance(optimizer, GossipAdamW) and shares[0] is not None
+        if type(optimizer) in _STACKABLE and known and not unequal:
             _stack_parameters(optimizer, {id(param): stack.params[name] for name, param in named}, stack.n)
             if isinstance(optimizer, GossipAdamW):
                 optimizer.set_replicas(stack.n, stacked=True)
             return Shared(stack, optimizer, lr_scheduler_fn, max_norm, faults)
     params = [[Parameter(param.detach()[i]) for param in stack.params.values()] for i in range(stack.n)]
     optimizers = [_make_optimizer(optim_fn, list(zip(stack.names, own, strict=True))) for own in params]
-    for optimizer in optimizers:
+    for optimizer, share in zip(optimizers, shares, strict=True):
         if isinstance(optimizer, SharesStatistics):
-            optimizer.set_replicas(stack.n)
+            optimizer.set_replicas(*((stack.n,) if share is None else (stack.n, share)))
     return PerReplica(params, optimizers, lr_scheduler_fn, scaler, max_norm, faults)
 
 

@@ -6,6 +6,7 @@ matrix of a round is block diagonal, symmetric and doubly stochastic, so mixing 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import sys
 from abc import ABCMeta
@@ -128,6 +129,9 @@ class Topology(metaclass=TopologyMeta):
         """The reason why this topology does not fit so many workers ('needs a power of two workers, got 6'), or None."""
         return None
 
+    # Of the replicas, in the mean that mixing keeps; None: equal ones.
+    _weights: tuple[float, ...] | None = None
+
     # --- a subclass implements one of these two
 
     def _get_topo_edges(self) -> Sequence[list[Edge]]:
@@ -163,6 +167,37 @@ class Topology(metaclass=TopologyMeta):
         from . import EveryTopology  # it builds on this class
 
         return EveryTopology(self, h)
+
+    def _weighted(self, weights: Sequence[float]) -> Topology:
+        """This topology for replicas of these weights a: mixing keeps their weighted mean Σ a x / Σ a.
+
+        Raises:
+            ValueError: an edge has more than two workers.
+        """
+        if (largest := Topology.largest_group(self)) > 2:
+            raise ValueError(
+                f"weight= needs a topology of pairs, as the messages of a larger group become a plain mean on their way, and "
+                f"{self!r} mixes groups of {largest}: use 'base-2', 'one-peer-exp', 'ring' or 'random-matching'"
+            )
+        made = copy.copy(self)
+        made._weights = tuple(weights)
+        return made
+
+    def _pull(self, edge: Edge, rank: int) -> float:
+        """The factor of what ``rank`` takes on a pair because of the weights, 2 a_j/(a_i + a_j); 1 if they are equal.
+
+        So an edge of weight 1/2 makes both ends (a_i x_i + a_j x_j)/(a_i + a_j). Any edge reduces their difference as far as
+        one of equal weights, and keeps a_i x_i + a_j x_j, as a_i times the factor is the same at both ends.
+        """
+        if self._weights is None or len(edge.ranks) == 1:
+            return 1.0
+        (other,) = set(edge.ranks) - {rank}
+        return 2 * self._weights[other] / (self._weights[rank] + self._weights[other])
+
+    def _share(self, rank: int, members: Iterable[int]) -> float | None:
+        """The share of ``rank`` in the weight of ``members``; None for equal weights."""
+        weights = self._weights
+        return None if weights is None else weights[rank] / sum(weights[member] for member in members)
 
     @staticmethod
     def from_graph(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any
 
 from decent_dp._checks import check_integer
@@ -32,7 +33,7 @@ class EveryTopology(Topology):
         _check_part("EveryTopology", inner)
         super().__init__(inner._local_world_size, world_size=inner._world_size, rank=inner._rank)
         self._inner, self._h = inner, check_integer("EveryTopology: h", h, 1)
-        self._offset, self._updates = offset, time
+        self._offset, self._updates, self._weights = offset, time, inner._weights
         self._idle = [Edge([rank], 1.0) for rank in range(self._world_size)]
 
     @property
@@ -83,6 +84,9 @@ class EveryTopology(Topology):
     def _every(self, h: int) -> Topology:
         return EveryTopology(self._inner, self._h * h, self._offset, self._updates)
 
+    def _weighted(self, weights: Sequence[float]) -> Topology:
+        return EveryTopology(self._inner._weighted(weights), self._h, self._offset, self._updates)
+
     def _title(self) -> str:
         return f"{self._inner._title()}, every {self._h} updates"
 
@@ -128,7 +132,7 @@ class SwitchTopology(Topology):
         # Parts that ignore nodes may have been made without local_world_size.
         local = max(part._local_world_size for part in topologies)
         super().__init__(local, world_size=last._world_size, rank=last._rank)
-        self._parts, self._lengths = topologies, lengths
+        self._parts, self._lengths, self._weights = topologies, lengths, last._weights
         self._starts = [sum(lengths[:i]) for i in range(len(topologies))]
 
     def _at(self, t: int) -> tuple[Topology, int]:
@@ -175,6 +179,10 @@ class SwitchTopology(Topology):
     def _every(self, h: int) -> Topology:
         # Inside the parts, so that their lengths are counted in updates, not in mixes.
         parts = [Topology.every(part, h) for part in self._parts]
+        return SwitchTopology(*zip(parts, self._lengths, strict=False), parts[-1])
+
+    def _weighted(self, weights: Sequence[float]) -> Topology:
+        parts = [part._weighted(weights) for part in self._parts]
         return SwitchTopology(*zip(parts, self._lengths, strict=False), parts[-1])
 
     def _at_most_every(self, h: int) -> Topology:
