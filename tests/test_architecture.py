@@ -247,7 +247,12 @@ def test_the_core_needs_torch_and_numpy_alone():
 
 
 # Users choose the names of their subclasses' attributes, so a topology's own are underscored.
-TOPOLOGYS = {"_at_most_every", "_checked", "_rank", "_edges_ahead", "_final_part", "_next_mix", "_spread", "_time"}
+TOPOLOGYS = {"_at_most_every", "_checked", "_rank", "_edges_ahead", "_final_part", "_next_mix", "_spread", "_time"} | {
+    "_pull",
+    "_replica_weights",
+    "_share",
+    "_weighted",
+}
 TORCHS = {"_values", "_version"}  # of a sparse tensor; of any tensor
 
 
@@ -515,7 +520,8 @@ def test_the_wrappers_methods():
 
 GOSSIP = (
     "(model, optimizer, *, topology='base-2', compression=None, mix_every=1, rule=None, overlap=True, scaler=None, "
-    "faults=None, encrypt=None, bucket_size_in_mb=25, local_world_size=None, process_group=None, transport=None)"
+    "faults=None, encrypt=None, bucket_size_in_mb=25, local_world_size=None, process_group=None, transport=None, "
+    "replica=None, weight=None)"
 )
 GOSSIPS_METHODS = {
     "averaged": "(buffers=True)",

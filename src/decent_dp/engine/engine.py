@@ -247,7 +247,7 @@ class Engine:
         moves = edit is not None and bucket.compression.needs_hints
         near = [value.clone() for value in proposal] if moves else proposal
         handle = None
-        if bucket.compression.pairs_only or bucket.topology._weights is not None:
+        if bucket.compression.pairs_only or bucket.topology._replica_weights is not None:
             self._refuse_groups(bucket, round_.number)
         if len(edge.ranks) > 1:
             meeting = Topology.meetings(bucket.topology, round_.number, edge.ranks)
@@ -352,7 +352,7 @@ class Engine:
         """Of a topology without a period not all rounds were seen at construction. All workers raise the same."""
         largest = max((edge.ranks for edge in bucket.topology._checked(round_)), key=len)
         if len(largest) > 2:
-            what = f"compression={bucket.compression.name!r}" if bucket.compression.pairs_only else "weight="
+            what = f"compression={bucket.compression.name!r}" if bucket.compression.pairs_only else "weight"
             raise ValueError(
                 f"{what} needs a topology of pairs, and round {round_} has the edge {largest}: use another topology, or leave "
                 "it out."

@@ -136,13 +136,7 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         if given.faults is not None:
             made = _tolerant(made, given, local_world_size, peers.rank, replicas.shards, narrow=narrow)
         # Called on the class, because a subclass may have an attribute named `every`.
-        mixing, own = Topology.every(made, given.settings.mix_every), None
-        if len(set(weights)) > 1:
-            if most_workers(given.faults) > len(weights):
-                raise ValueError("weight= does not go with max_workers of faults: those of workers to come are not known.")
-            shares = [weight / sum(weights) for weight in weights]
-            of_replicas = [sum(shares[rank] for rank in ranks) for ranks in replicas.workers]
-            mixing, own = mixing._weighted(of_replicas), (of_replicas[peers.rank], shares[transport.rank])
+        mixing, own = _weighted(Topology.every(made, given.settings.mix_every), weights, given, replicas, transport.rank)
         rule = fit_rule(given.rule, check_compression(given.settings.compression), mixing, narrow=narrow)
         faults = None if given.faults is None else given.faults.signature()
         shared: dict[str, Any] = {
@@ -175,8 +169,7 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
     with torch.no_grad():
         given = call_on_all(transport.control, check_all)
         if isinstance(transport, NewcomerTransport):
-            replicas = _replicas_of_run(transport, given.mesh)
-            weights = _weights_of_run(transport, given.weight)
+            replicas, weights = _replicas_of_run(transport, given.mesh), _weights_of_run(transport, given.weight)
         else:
             meshes, found = zip(*transport.control.gather([given.mesh, given.weight]), strict=True)
             replicas, weights = assign_replicas(agree_on_nodes(meshes)), _agree_on_weights(found)
@@ -339,6 +332,23 @@ def _weights_of_run(transport: NewcomerTransport, own: float | None) -> list[flo
     if own != (wanted := weights[rank] if weights else None):
         raise ValueError(f"worker {transport.rank} of this run has weight={wanted}, and this process has {own}: give the same.")
     return weights
+
+
+def _weighted(
+    topology: Topology, weights: Sequence[float], given: Arguments, replicas: Replicas, rank: int
+) -> tuple[Topology, tuple[float, float] | None]:
+    """The topology with the weights of the replicas, and ``Agreement.weights``; equal weights change nothing.
+
+    Raises:
+        ValueError: they do not go with the topology or with the faults.
+    """
+    if len(set(weights)) < 2:
+        return topology, None
+    if most_workers(given.faults) > len(weights):
+        raise ValueError("weight does not go with max_workers of faults: those of workers to come are not known.")
+    shares = [weight / sum(weights) for weight in weights]
+    of_replicas = [sum(shares[other] for other in ranks) for ranks in replicas.workers]
+    return topology._weighted(of_replicas), (of_replicas[replicas.place_of(rank)[0]], shares[rank])
 
 
 def workers_per_node(name: str, given: Any) -> int:

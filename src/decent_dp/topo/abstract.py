@@ -130,7 +130,7 @@ class Topology(metaclass=TopologyMeta):
         return None
 
     # Of the replicas, in the mean that mixing keeps; None: equal ones.
-    _weights: tuple[float, ...] | None = None
+    _replica_weights: tuple[float, ...] | None = None
 
     # --- a subclass implements one of these two
 
@@ -176,11 +176,11 @@ class Topology(metaclass=TopologyMeta):
         """
         if (largest := Topology.largest_group(self)) > 2:
             raise ValueError(
-                f"weight= needs a topology of pairs, as the messages of a larger group become a plain mean on their way, and "
+                f"weight needs a topology of pairs, as the messages of a larger group become a plain mean on their way, and "
                 f"{self!r} mixes groups of {largest}: use 'base-2', 'one-peer-exp', 'ring' or 'random-matching'"
             )
         made = copy.copy(self)
-        made._weights = tuple(weights)
+        made._replica_weights = tuple(weights)
         return made
 
     def _pull(self, edge: Edge, rank: int) -> float:
@@ -189,14 +189,14 @@ class Topology(metaclass=TopologyMeta):
         So an edge of weight 1/2 makes both ends (a_i x_i + a_j x_j)/(a_i + a_j). Any edge reduces their difference as far as
         one of equal weights, and keeps a_i x_i + a_j x_j, as a_i times the factor is the same at both ends.
         """
-        if self._weights is None or len(edge.ranks) == 1:
+        if self._replica_weights is None or len(edge.ranks) == 1:
             return 1.0
         (other,) = set(edge.ranks) - {rank}
-        return 2 * self._weights[other] / (self._weights[rank] + self._weights[other])
+        return 2 * self._replica_weights[other] / (self._replica_weights[rank] + self._replica_weights[other])
 
     def _share(self, rank: int, members: Iterable[int]) -> float | None:
         """The share of ``rank`` in the weight of ``members``; None for equal weights."""
-        weights = self._weights
+        weights = self._replica_weights
         return None if weights is None else weights[rank] / sum(weights[member] for member in members)
 
     @staticmethod

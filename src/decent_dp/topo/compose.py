@@ -33,7 +33,7 @@ class EveryTopology(Topology):
         _check_part("EveryTopology", inner)
         super().__init__(inner._local_world_size, world_size=inner._world_size, rank=inner._rank)
         self._inner, self._h = inner, check_integer("EveryTopology: h", h, 1)
-        self._offset, self._updates, self._weights = offset, time, inner._weights
+        self._offset, self._updates, self._replica_weights = offset, time, inner._replica_weights
         self._idle = [Edge([rank], 1.0) for rank in range(self._world_size)]
 
     @property
@@ -132,7 +132,7 @@ class SwitchTopology(Topology):
         # Parts that ignore nodes may have been made without local_world_size.
         local = max(part._local_world_size for part in topologies)
         super().__init__(local, world_size=last._world_size, rank=last._rank)
-        self._parts, self._lengths, self._weights = topologies, lengths, last._weights
+        self._parts, self._lengths, self._replica_weights = topologies, lengths, last._replica_weights
         self._starts = [sum(lengths[:i]) for i in range(len(topologies))]
 
     def _at(self, t: int) -> tuple[Topology, int]:

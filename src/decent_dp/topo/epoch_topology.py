@@ -56,7 +56,7 @@ class EpochTopology(Topology):
         """Made from this one, part by part, as the parts are that come later."""
         members = len(self._line.changes[0][1])
         made = EpochTopology(lambda n: derive(self._make(n)), world_size=self._world_size, rank=self._rank, members=members)
-        made._line, made._weights = self._line, self._weights
+        made._line, made._replica_weights = self._line, self._replica_weights
         return made
 
     def _at(self, t: int) -> tuple[Topology, int, tuple[int, ...]]:
