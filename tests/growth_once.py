@@ -1,7 +1,7 @@
 """Whether a rule grows on a topology, found out once per process. Imported for this effect by conftest and by workers.
 
 A wrapper with a rule finds it out when it is made, by a thousand mixes: a tenth of a second for each of the many wrappers of
-a test. The verdict depends on the rule and the topology alone.
+a test. The verdict depends on the rule, the topology and its weights alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _one_at_a_time = threading.Lock()
 
 
 def grows(rule: Rule, topology: Topology) -> bool:
-    key = (type(rule), repr(rule), type(topology), repr(topology.fingerprint()))
+    key = (type(rule), repr(rule), type(topology), repr(topology.fingerprint()), topology._replica_weights)
     with _one_at_a_time:
         if key not in _found:
             _found[key] = growth.grows(rule, topology)

@@ -34,7 +34,7 @@ def test_kernels_equal_the_readable_forms():
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 20
+    assert len(found) == 22
     for name, (difference, taken) in found.items():
         # The interpreter rounds to bfloat16 towards zero.
         limit = 2**-7 if "bfloat16" in name else 1e-6 if "Gossip" in name or "float64" not in name else 1e-14

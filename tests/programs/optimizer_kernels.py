@@ -121,11 +121,11 @@ def accum_cases() -> Iterator[tuple[str, float]]:
 def gossip_cases() -> Iterator[tuple[str, float]]:
     shapes = ((5, 7), (17, 3), (2, 3, 3, 3), (6,), (2, 80))
 
-    def make(drift: bool = False, n: int = 8, **options: Any) -> Callable[[list[nn.Parameter], bool], GossipAdamW]:
+    def make(drift: bool = False, n: int = 8, share: float | None = None, **options: Any) -> Callable[[list[nn.Parameter], bool], GossipAdamW]:
         def made(params: list[nn.Parameter], kernels: bool) -> GossipAdamW:
             how = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1, **options}
             optimizer = GossipAdamW(params, foreach=None if kernels else False, **how)
-            optimizer.set_replicas(n)
+            optimizer.set_replicas(n, share)
             if drift:
                 generator = torch.Generator().manual_seed(2)
                 drifts = {id(p): 1e-3 * torch.randn(p.shape, generator=generator) for p in params}
@@ -139,6 +139,7 @@ def gossip_cases() -> Iterator[tuple[str, float]]:
     yield "GossipAdamW float64 maximize", both(make(maximize=True, n=2), draw((5, 7), (6,), dtype=torch.float64), 13)
     for drift in (False, True):
         yield f"GossipAdamW faded, drift {drift}", both(make(drift), draw((20, 50)), 6, faded=4)
+        yield f"GossipAdamW share, drift {drift}", both(make(drift, share=0.4), draw((20, 50)), 6, faded=4)
     yield "GossipAdamW bfloat16", both(make(drift=True), draw((9, 16), (6,), dtype=torch.bfloat16), 1)
     yield "GossipAdamW transposed", both(make(), [draw((5, 7))[0].t()], 5)
     yield "GossipAdamW gaps", both(make(), draw((5, 7)), 5, with_gaps)
