@@ -262,6 +262,50 @@ def test_a_node_has_the_weight_of_its_workers(workers):
         assert seen == pytest.approx((0 * 1.5 + 1 * 0.5 + 2 * 3 + 3 * 3) / 8)
 
 
+def saves(rank: int, n: int, path: Any, weights: list[float] | None) -> tuple[np.ndarray, np.ndarray]:
+    """The parameters and the drift of a run that is saved."""
+    model = net()
+    optimizer = MOMENTUM(model.parameters())
+    gossip = decent_dp.gossip(
+        model, optimizer, rule=DriftCorrection(), **({} if weights is None else {"weight": weights[rank]})
+    )
+    for t in range(6):
+        optimizer.zero_grad()
+        loss_of(model, t, rank, SIZES[rank]).backward()
+        optimizer.step()
+    decent_dp.save(gossip, path)
+    found = flat(model), drift_of(gossip, model)
+    gossip.close()
+    return found
+
+
+def drift_of(gossip: Any, model: nn.Module) -> np.ndarray:
+    states = gossip.state_dict()["rule"]["state"]
+    return np.concatenate([states[name]["drift"].double().numpy().ravel() for name, _ in model.named_parameters()])
+
+
+def loads(rank: int, n: int, path: Any, resize: str | None) -> tuple[np.ndarray, np.ndarray]:
+    model = net(seed=rank)
+    gossip = decent_dp.gossip(model, MOMENTUM(model.parameters()), rule=DriftCorrection(), weight=10 - rank)
+    decent_dp.load(gossip, path, resize=resize)
+    found = flat(model), drift_of(gossip, model)
+    gossip.close()
+    return found
+
+
+@pytest.mark.parametrize("weights", [None, SIZES], ids=["equal", "unequal"])
+def test_a_run_goes_on_with_other_weights_and_from_the_weighted_mean(workers, tmp_path, weights):
+    saved = workers(3, saves, tmp_path, weights)
+    for (values, drift), (loaded, its_drift) in zip(saved, workers(3, loads, tmp_path, None), strict=True):
+        np.testing.assert_array_equal(values, loaded)
+        np.testing.assert_array_equal(drift, its_drift)
+    assert max(np.abs(drift).max() for _, drift in saved) > 1e-3
+    mean = np.average([values for values, _ in saved], axis=0, weights=None if weights is None else weights[:3])
+    for loaded, drift in workers(2, loads, tmp_path, "mean"):
+        np.testing.assert_allclose(loaded, mean, rtol=0, atol=1e-7)
+        np.testing.assert_allclose(drift, 0, atol=1e-8)  # else the mean would go on to move
+
+
 # -- the simulator ---------------------------------------------------------------------------------------------------------
 
 WAYS: list[dict[str, Any]] = [

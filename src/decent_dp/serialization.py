@@ -197,17 +197,19 @@ def _dtype_name(dtype: torch.dtype) -> str:
 # -- decode ----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Stored:
     """A tensor or an array that is still in the file.
 
     Attributes:
         kind: 'tensor', 'sparse' or 'array'.
         load: reads it, tensors to the CPU. Raises CheckpointError if the tensors in the file do not fit the tree.
+        weight: of the replica that it is of, in a mean.
     """
 
     kind: str
     load: Callable[[], Any]
+    weight: float = 1.0
 
 
 # Errors of Python, NumPy and torch for values that ``encode`` does not make.

@@ -121,7 +121,9 @@ def accum_cases() -> Iterator[tuple[str, float]]:
 def gossip_cases() -> Iterator[tuple[str, float]]:
     shapes = ((5, 7), (17, 3), (2, 3, 3, 3), (6,), (2, 80))
 
-    def make(drift: bool = False, n: int = 8, share: float | None = None, **options: Any) -> Callable[[list[nn.Parameter], bool], GossipAdamW]:
+    def make(
+        drift: bool = False, n: int = 8, share: float | None = None, **options: Any
+    ) -> Callable[[list[nn.Parameter], bool], GossipAdamW]:
         def made(params: list[nn.Parameter], kernels: bool) -> GossipAdamW:
             how = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1, **options}
             optimizer = GossipAdamW(params, foreach=None if kernels else False, **how)

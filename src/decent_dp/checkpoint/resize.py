@@ -6,7 +6,8 @@
 
 The mean of the states of several workers is:
 
-    floating and complex tensors   the mean, in float64 (complex128); exactly the value where all are equal
+    floating and complex tensors   the mean, in float64 (complex128), weighted if the replicas' weights differed (``gossip``);
+                                   exactly the value where all are equal
     integers, integer tensors      the mean, rounded to the nearest (a half to the even one); so are optimizers' 'step' counters
     floats                         the mean
     entries that some do not have  the mean over those that have it: the state of a parameter that had no gradient everywhere
@@ -64,7 +65,20 @@ def state_of_worker(shard: Shard) -> Any:
     parts = ("parameters", "buffers", "optim", "grads")
     if not fits or not all(isinstance(tree["snapshot"].get(key), dict) for key in parts):
         raise CheckpointError(f"{shard.file} cannot be used: its tree is not the state of a worker")
+    weight = tree["snapshot"].get("weight", 1.0)
+    if not isinstance(weight, float) or not 0.0 < weight < math.inf:
+        raise CheckpointError(f"{shard.file} cannot be used: the weight of its replica is {weight!r}")
+    for stored in _stored_in(tree["snapshot"]) if weight != 1.0 else ():
+        stored.weight = weight
     return tree
+
+
+def _stored_in(node: Any) -> Iterator[Stored]:
+    if isinstance(node, Stored):
+        yield node
+    elif isinstance(node, (dict, list, tuple, deque)):
+        for part in node.values() if isinstance(node, dict) else node:
+            yield from _stored_in(part)
 
 
 def combined(shards: Sequence[Shard]) -> dict[str, Any]:
@@ -188,8 +202,9 @@ def _tensor(
         equal = equal and _same_bits(first, value)
         averaged = averaged and not _too_large(value, len(nodes))
         if averaged:
-            total = value.to(wide, copy=True) if total is None else total.add_(value.to(wide))
-    return first if equal or not averaged or total is None else _as(first, total / len(nodes), counts)
+            part = value.to(wide, copy=True).mul_(node.weight)
+            total = part if total is None else total.add_(part)
+    return first if equal or not averaged or total is None else _as(first, total / sum(node.weight for node in nodes), counts)
 
 
 def _read(node: Stored, shape: Sequence[int] | None) -> Any:

@@ -35,9 +35,9 @@ class Mean:
     Args:
         world: connects all workers.
         members: of the run.
-        weights: of this replica, and of this worker in the mean of buffers that each has its own copy of; None: all equal.
 
     Attributes:
+        weights: of this replica, and of this worker in the mean of buffers that each has its own copy of; None: all equal.
         backup: pairs (tensor, own value) while tensors have other values; None otherwise.
         scoped: whether the end of a with-block restores the backup.
     """
@@ -51,7 +51,7 @@ class Mean:
         mates: Mates,
         weights: tuple[float, float] | None = None,
     ) -> None:
-        self._weights = weights
+        self.weights = weights
         self._model, self._parameters = model, parameters
         self._world, self._members, self._replicas, self._mates = world, members, members.replicas, mates
         self._needs_all = not members.tolerates_faults
@@ -176,7 +176,7 @@ class Mean:
 
     def _weights_if(self, counts: bool | None) -> tuple[float | None, float | None]:
         """The weights of this replica and this worker for ``average_``, if the replica counts."""
-        return (counts, counts) if counts is False or self._weights is None else self._weights
+        return (counts, counts) if counts is False or self.weights is None else self.weights
 
     def _control_of_part(self) -> Control:
         return control_of_part(self._world.control, self._replicas, self._world.rank)

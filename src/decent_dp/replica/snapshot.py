@@ -105,6 +105,7 @@ def take(replica: Replica, *, settled: bool = True) -> dict[str, Any]:
         "grads": {name: local(param.grad).detach() for name, param in named if param.grad is not None},
         "driver": replica.KIND,
         "steps": replica.steps,
+        **({} if replica.mean.weights is None else {"weight": replica.mean.weights[0]}),
         **replica.engine.state_dict(),
         **replica.saved_entries(),
     }
