@@ -26,6 +26,7 @@ from decent_dp.checkpoint import saver as saver_module
 from decent_dp.checkpoint.saver import Saver, _Root
 from decent_dp.errors import DisagreementError, PeerLostError
 from decent_dp.membership import joining
+from decent_dp.optim import SharesStatistics
 from decent_dp.replica import state_receiver as receiver_module
 from decent_dp.replica import state_server as state_server_module
 from decent_dp.replica import transfer as transfer_module
@@ -33,7 +34,7 @@ from decent_dp.replica.state_server import StateServer
 from decent_dp.replica.transfer import PartialState, StateCopy, pack_message, unpack_message
 from decent_dp.transport import rendezvous
 from decent_dp.transport.store import server_of
-from tests.helpers import assert_same, values
+from tests.helpers import assert_same, net, values
 from tests.test_survivor_calls import die, survivors
 from tests.test_tolerate import DEAD_AFTER, make, step
 from tests.workers import _store, has_said
@@ -154,6 +155,63 @@ def test_a_process_takes_the_place_of_a_dead_worker(workers, tmp_path, kind):
             assert stats.exchanges > 20
     (step_folder,) = tmp_path.glob("step-*")
     assert len(list(step_folder.glob("*.safetensors"))) == N
+
+
+WEIGHTS = [1.0, 4.0, 2.5, 8.0]
+
+
+class Told(torch.optim.SGD, SharesStatistics):
+    """Notes what it is told, and shares nothing."""
+
+    def set_replicas(self, n: int, share: float | None = None) -> None:
+        self.told = [*getattr(self, "told", []), (n, share)]
+
+    def statistics(self) -> list[Any]:
+        return []
+
+
+def joins_with_a_weight(rank: int, n: int) -> Any:
+    group, refused = dist.new_group(range(N)), ""
+
+    def start(seed: int, weight: float | None, **options: Any) -> tuple[Any, Any, Any]:
+        model, given = net(seed), {} if weight is None else {"weight": weight}
+        optimizer = Told(model.parameters(), lr=0.1, momentum=0.9)
+        faults = decent_dp.Tolerate(dead_after=DEAD_AFTER)
+        return model, optimizer, decent_dp.gossip(model, optimizer, faults=faults, **given, **options)
+
+    if rank < N:
+        model, optimizer, replica = start(rank, WEIGHTS[rank], process_group=group)
+        kill_one(model, optimizer, replica, rank)
+        train(model, optimizer, rank, lambda: len(replica.roster.members) == N - 1)
+        tell("out")
+    else:
+        hear_said("out")
+        for wrong in (2.0, None):
+            with pytest.raises(ValueError, match=r"worker 2 of this run has weight=2.5, and this process has") as caught:
+                start(17, wrong, transport=decent_dp.join(the_store(), rank=VICTIM))
+            refused = str(caught.value)
+        rank = VICTIM
+        model, optimizer, replica = start(17, WEIGHTS[VICTIM], transport=decent_dp.join(the_store(), rank=VICTIM))
+    train(model, optimizer, rank, lambda: is_whole(replica) and replica.stats().rounds >= replica.roster.start + 50)
+    gathered = replica.gather([rank, next(model.parameters()).double().flatten().tolist()])
+    with replica.averaged():
+        mean = next(model.parameters()).double().flatten().tolist()
+    end(replica)
+    return gathered, mean, optimizer.told, refused
+
+
+def test_weights_are_those_of_the_living(workers):
+    found = survivors(workers.outcomes(N + 1, joins_with_a_weight))
+    for rank, (gathered, mean, told, _) in zip((0, 1, 3, 2), found, strict=True):
+        own = [values for _, values in sorted(gathered.values())]
+        wanted = [sum(w * x for w, x in zip(WEIGHTS, column, strict=True)) / sum(WEIGHTS) for column in zip(*own, strict=True)]
+        assert mean == pytest.approx(wanted, abs=1e-6)
+        assert max(abs(a - b) for a, b in zip(own[0], own[1], strict=True)) > 1e-4
+        assert told[-2:] == [(4, pytest.approx(WEIGHTS[rank] / sum(WEIGHTS))), (1, None)]
+        if rank != VICTIM:
+            living = sum(WEIGHTS) - WEIGHTS[VICTIM]
+            assert told[:2] == [(4, pytest.approx(WEIGHTS[rank] / sum(WEIGHTS))), (3, pytest.approx(WEIGHTS[rank] / living))]
+    assert "None" in found[-1][-1]
 
 
 def stops_with_the_others(rank: int, n: int) -> Any:

@@ -92,14 +92,14 @@ def gradient(values: np.ndarray, t: int, rank: int) -> np.ndarray:
     return np.concatenate([(error.T @ x).ravel(), error.sum(0)])
 
 
-def linear(transport: Any, **options: Any) -> list[np.ndarray]:
+def linear(rank: int, **options: Any) -> list[np.ndarray]:
     """A replica's parameters before each step, and at the end."""
-    rank, model = transport.rank, nn.Linear(6, 3)
+    model = nn.Linear(6, 3)
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(torch.linspace(-1, 1, param.numel()).view_as(param))
     optimizer = SGD(model.parameters())
-    gossip = decent_dp.gossip(model, optimizer, transport=transport, weight=SIZES[rank], **options)
+    gossip = decent_dp.gossip(model, optimizer, weight=SIZES[rank], **options)
     found = []
     for t in range(20):
         found.append(flat(model))
@@ -130,7 +130,13 @@ def linear(transport: Any, **options: Any) -> list[np.ndarray]:
     ids=str,
 )
 def test_the_weighted_mean_moves_by_the_weighted_gradients(n, options):
-    found = np.array(run_replicas(n, lambda transport: linear(transport, **options)))  # (n, steps + 1, numbers)
+    found = np.array(run_replicas(n, lambda transport: linear(transport.rank, transport=transport, **options)))
+    assert_mean_moves(found)
+
+
+def assert_mean_moves(found: np.ndarray) -> None:
+    """By the gradients of all samples, in NumPy; ``found`` has (replicas, steps + 1, numbers)."""
+    n = len(found)
     shares = np.array(SIZES[:n]) / sum(SIZES[:n])
     for t in range(20):
         moves = [-0.05 * gradient(found[rank, t], t, rank) for rank in range(n)]
@@ -142,6 +148,15 @@ def test_the_weighted_mean_moves_by_the_weighted_gradients(n, options):
     assert np.abs(plain[1:] - plain[:-1] - np.mean(moves, axis=0)).max() > 1e-3
 
 
+def tolerant(rank: int, n: int, options: dict[str, Any]) -> list[np.ndarray]:
+    return linear(rank, faults=decent_dp.Tolerate(), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"mix_every": 2}], ids=str)
+def test_the_weighted_mean_moves_so_where_faults_are_tolerated(workers, options):
+    assert_mean_moves(np.array(workers(3, tolerant, options)))
+
+
 def partner_of(edges: list[Edge], rank: int) -> tuple[int, float]:
     """The other worker of its edge, and the edge's weight; the rank itself if it sits the round out."""
     (edge,) = (edge for edge in edges if rank in edge.ranks)
@@ -150,7 +165,9 @@ def partner_of(edges: list[Edge], rank: int) -> tuple[int, float]:
 
 @pytest.mark.parametrize("topology", ["ring", "base-2"])
 def test_what_a_pair_mixes(topology):
-    found = np.array(run_replicas(3, lambda transport: linear(transport, topology=topology, overlap=False)))
+    found = np.array(
+        run_replicas(3, lambda transport: linear(transport.rank, transport=transport, topology=topology, overlap=False))
+    )
     made, means, weights = make_topology(topology, local_world_size=1, world_size=3, rank=0), 0, set()
     for t in range(19):
         x = [found[rank, t] - 0.05 * gradient(found[rank, t], t, rank) for rank in range(3)]
