@@ -6,8 +6,7 @@
 
 The mean of the states of several workers is:
 
-    floating and complex tensors   the mean, in float64 (complex128), weighted if the replicas' weights differed (``gossip``);
-                                   exactly the value where all are equal
+    floating and complex tensors   the mean by weights, in float64 (complex128); exactly the value where all are equal
     integers, integer tensors      the mean, rounded to the nearest (a half to the even one); so are optimizers' 'step' counters
     floats                         the mean
     entries that some do not have  the mean over those that have it: the state of a parameter that had no gradient everywhere
@@ -32,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from decent_dp._checks import check_choice
 from decent_dp.checkpoint.files import Shard
@@ -65,20 +65,10 @@ def state_of_worker(shard: Shard) -> Any:
     parts = ("parameters", "buffers", "optim", "grads")
     if not fits or not all(isinstance(tree["snapshot"].get(key), dict) for key in parts):
         raise CheckpointError(f"{shard.file} cannot be used: its tree is not the state of a worker")
-    weight = tree["snapshot"].get("weight", 1.0)
-    if not isinstance(weight, float) or not 0.0 < weight < math.inf:
-        raise CheckpointError(f"{shard.file} cannot be used: the weight of its replica is {weight!r}")
-    for stored in _stored_in(tree["snapshot"]) if weight != 1.0 else ():
-        stored.weight = weight
+    for stored in tree_leaves(tree["snapshot"]):
+        if isinstance(stored, Stored):
+            stored.weight = tree["snapshot"].get("weight", 1.0)
     return tree
-
-
-def _stored_in(node: Any) -> Iterator[Stored]:
-    if isinstance(node, Stored):
-        yield node
-    elif isinstance(node, (dict, list, tuple, deque)):
-        for part in node.values() if isinstance(node, dict) else node:
-            yield from _stored_in(part)
 
 
 def combined(shards: Sequence[Shard]) -> dict[str, Any]:

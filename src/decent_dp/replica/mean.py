@@ -37,26 +37,18 @@ class Mean:
         members: of the run.
 
     Attributes:
-        weights: of this replica, and of this worker in the mean of buffers that each has its own copy of; None: all equal.
         backup: pairs (tensor, own value) while tensors have other values; None otherwise.
         scoped: whether the end of a with-block restores the backup.
+        weights: of this replica, and of this worker in the mean of buffers that each has its own copy of; None: all equal.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        parameters: Parameters,
-        world: Transport,
-        members: Members,
-        mates: Mates,
-        weights: tuple[float, float] | None = None,
-    ) -> None:
-        self.weights = weights
+    def __init__(self, model: nn.Module, parameters: Parameters, world: Transport, members: Members, mates: Mates) -> None:
         self._model, self._parameters = model, parameters
         self._world, self._members, self._replicas, self._mates = world, members, members.replicas, mates
         self._needs_all = not members.tolerates_faults
         self.backup: list[tuple[Tensor, Tensor]] | None = None
         self.scoped = False
+        self.weights: tuple[float, float] | None = None
 
     # -- of all replicas ----------------------------------------------------------------------------------------------
 

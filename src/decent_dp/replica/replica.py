@@ -150,7 +150,8 @@ class Replica(HookedModel):
         self.mates.explain(fsdp_modules(model))
         if not isinstance(transport, NewcomerTransport):  # else they are connected later
             self.mates.start(0)
-        self.mean = Mean(model, self.parameters, transport, self.monitor, self.mates, agreed.weights)
+        self.mean = Mean(model, self.parameters, transport, self.monitor, self.mates)
+        self.mean.weights = agreed.weights
         self.statistics = Statistics([], {})
         self.listeners: list[Listener] = []
         self.cadence = Cadence()

@@ -9,6 +9,7 @@ their next round with nothing in flight. The dict has these entries, and those o
     extra_state   {module name: what its get_extra_state returns}
     grads         {name: gradient} of the parameters that have one
     steps         see ``Replica``
+    weight        of the replica in means, if the replicas' weights differ
     round, factor, rule, compression    see ``Engine.state_dict``
 
 Those of older versions also have an exchange in flight (``exchange``, ``link``), which is dropped.

@@ -197,8 +197,7 @@ class VirtualCluster:
 
     def _make_stepper(self) -> Stepper:
         may_share = self._gradients.vectorized is not False
-        share_of = self.topology._share
-        shares = [share_of(i, range(self.n)) for i in range(self.n)]
+        shares = [self.topology._share(i, range(self.n)) for i in range(self.n)]
         stepper = make_stepper(
             self._stack, *self._factories, self._scaler, self._max_norm, self._faults, may_share=may_share, shares=shares
         )
@@ -355,7 +354,8 @@ class VirtualCluster:
 
         Over ``alive``, if some are away.
         """
-        return float(self._stack.mean_square_distance(self._faults.rows).sqrt())
+        rows = self._faults.rows
+        return float(self._stack.mean_of(self._stack.squared_distances(rows), rows).sqrt())
 
     def mean_model(self) -> nn.Module:
         """A new model with the mean of all floating-point parameters and buffers; other buffers are replica 0's.

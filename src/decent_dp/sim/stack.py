@@ -70,7 +70,7 @@ class Stack:
         other buffers."""
         # torch sums narrow types in float32.
         values = [(name, value if rows is None else value[rows]) for name, value in self.values().items()]
-        mean = self._mean
+        mean = self.mean_of
         return self._model({name: mean(value, rows) if value.dtype in FLOAT_DTYPES else value[0] for name, value in values})
 
     @torch.no_grad()
@@ -79,17 +79,13 @@ class Stack:
         total = torch.zeros(self.n if rows is None else len(rows), dtype=torch.float64, device="cpu")
         for stacked in self.params.values():
             param = stacked if rows is None else stacked[rows]
-            mean = self._mean(param, rows, torch.float64)
+            mean = self.mean_of(param, rows, torch.float64)
             size = max(1, _CHUNK // max(1, mean.numel()))
             for part, sums in zip(torch.split(param, size), torch.split(total, size), strict=True):
                 sums += (part.to(torch.float64) - mean).square().reshape(len(part), -1).sum(1).cpu()
         return total
 
-    def mean_square_distance(self, rows: list[int] | None) -> Tensor:
-        """The mean of ``squared_distances``, by the weights."""
-        return self._mean(self.squared_distances(rows), rows)
-
-    def _mean(self, values: Tensor, rows: list[int] | None, dtype: torch.dtype | None = None) -> Tensor:
+    def mean_of(self, values: Tensor, rows: list[int] | None, dtype: torch.dtype | None = None) -> Tensor:
         """The mean over ``rows``, whose values these are, by the weights."""
         if self.weights is None:
             return values.mean(0, dtype=dtype)
