@@ -8,8 +8,8 @@ the weights of a round. The replica receives the difference
 On an edge of ``m`` workers with self-weight ``w`` it is ``γ · (1 - w) · (r - q)``, where ``r`` is the mean of the others'
 proposals. If ``r`` is the mean of all ``m``, it is ``m/(m - 1)`` times that. Only differences of sent values are used. So the
 mean of ``d`` over the workers is zero at any precision on the wire, a replica keeps its own detail, and an edit of ``x`` during
-the exchange survives. If the replicas have unequal weights ``a`` (``gossip(weight=...)``), the ``d_i`` of a pair is multiplied by
-``2 a_j/(a_i + a_j)``, and it is the weighted mean of ``d`` that is zero.
+the exchange survives. If the replicas have unequal weights ``a`` (``gossip(weight=...)``), ``d_i`` of a pair is multiplied
+by ``2 a_j/(a_i + a_j)``, and it is the weighted mean of ``d`` that is zero.
 """
 
 from __future__ import annotations
