@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import decent_dp
 from decent_dp.optim import GossipAdamW
@@ -62,8 +64,7 @@ class OfNode:
                 (scale * self.loss(100 * i + t) / self.case.window).backward()
 
     def move(self) -> None:
-        for param in self.model.parameters():  # converted, it would lose DDP's hooks
-            param.data = param.data.clone()
+        self.model.double().float()
 
     def looked_at(self, t: int) -> float:
         with torch.no_grad():
@@ -156,6 +157,99 @@ def test_what_is_a_replica(workers):
     assert (next(texts), next(texts)) == (each, nodes)
     assert "over all 4 workers" in next(texts)
     assert "over 2 workers" in next(texts)
+
+
+class Branches(nn.Module):
+    """Parts that a loss may leave out, one that is called without the whole, and one that is run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.never = nn.Linear(6, 5), nn.Linear(6, 5), nn.Linear(2, 2)
+        self.inner, self.out = nn.Linear(5, 5), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor, way: str) -> Tensor:
+        if way == "checkpoint":
+            x = checkpoint(lambda x: torch.tanh(self.first(x)), x.requires_grad_(), use_reentrant=True)
+            x = checkpoint(lambda x: torch.tanh(self.inner(x)), x, use_reentrant=True)
+        else:
+            x = torch.tanh(self.inner(torch.tanh((self.second if way == "second" else self.first)(x))))
+        return self.out(x)
+
+    def loss(self, x: Tensor, y: Tensor, way: str) -> Tensor:
+        if way == "twice":
+            return (self(x, "first") - y).square().mean() + (self(x, "second") - y).square().mean()
+        if way == "part":
+            return torch.tanh(self.first(x)).square().mean()
+        return (self(x, way) - y).square().mean()
+
+
+# By step, for each worker of the node. "none": a forward without a backward.
+WAYS = [("first", "first"), ("second", "first"), ("first", "second"), ("twice", "part"), ("part", "part"), ("checkpoint",) * 2]
+WAYS += [("none", "none"), ("checkpoint", "second"), ("second", "second"), ("first", "part")]
+
+
+def branches(rank: int, n: int, bucket: float) -> dict[str, Tensor]:
+    model = Branches()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    decent_dp.gossip(model, optimizer, local_world_size=n, replica="node", bucket_size_in_mb=bucket)
+    for t, ways in enumerate(WAYS):
+        optimizer.zero_grad()
+        x, y = (part.chunk(2)[rank] for part in inputs(t, 0))
+        loss = model.loss(x, y, ways[rank].replace("none", "first"))
+        if ways[rank] != "none":
+            loss.backward()
+            optimizer.step()
+    assert model.never.weight.grad is None
+    return values(model)
+
+
+@pytest.mark.parametrize("bucket", [25, 0])
+def test_any_part_of_a_model_may_be_used(workers, bucket):
+    found = workers(2, branches, bucket)
+    model = Branches()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for t, ways in enumerate(WAYS):
+        if "none" in ways:
+            continue
+        optimizer.zero_grad()
+        for x, y, way in zip(*(part.chunk(2) for part in inputs(t, 0)), ways, strict=True):
+            (model.loss(x, y, way) / 2).backward()
+        optimizer.step()
+    for name, value in values(model).items():
+        assert torch.equal(found[0][name], found[1][name])
+        torch.testing.assert_close(found[0][name], value, rtol=1e-6, atol=1e-6)
+
+
+def misuse(rank: int, n: int) -> list[str]:
+    """Steps with gradients that the node has not averaged."""
+    found = []
+
+    def fails(act: Callable[[OfNode], object]) -> None:
+        run = OfNode(Case(), 2)
+        with pytest.raises(RuntimeError) as raised:
+            act(run)
+        found.append(str(raised.value))
+
+    def unsynced(run: OfNode) -> None:
+        with run.gossip.no_sync():
+            run.loss(0).backward()
+        run.optimizers[0].step()
+
+    def within(run: OfNode) -> None:
+        run.model.first.weight.register_post_accumulate_grad_hook(lambda _: run.optimizers[0].step())
+        run.loss(0).backward()
+
+    fails(unsynced)
+    fails(within)
+    return found
+
+
+def test_steps_with_gradients_of_one_worker(workers):
+    found = workers(2, misuse)
+    assert found[0] == found[1]
+    assert "no_sync(): leave the last backward" in found[0][0]
+    assert "inside a backward" in found[0][1]
 
 
 def copies(rank: int, n: int) -> dict[str, Tensor]:

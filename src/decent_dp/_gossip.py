@@ -31,6 +31,7 @@ from decent_dp.faults import Tolerate, check_faults
 from decent_dp.replica.construction import Agreement, Arguments, Settings, workers_per_node
 from decent_dp.replica.live import running_steps, start_replica
 from decent_dp.replica.module_hooks import called_first
+from decent_dp.replica.node_gradients import NodeGradients
 from decent_dp.replica.optimizer_guards import check_optimizers, options_of, refuse_hidden_state, signature_of
 from decent_dp.replica.optimizer_state import has_own_state_dict, load_optimizer, params_of, saved_optimizer
 from decent_dp.replica.replica import Replica
@@ -204,8 +205,11 @@ class Gossip(Replica):
         )
         self.use_buckets(self._lay_out())
         self.hooks += [optimizer.register_step_post_hook(self._after_step(i)) for i, optimizer in enumerate(self.optimizers)]
+        self.gradients: NodeGradients | None = None
         if self.shares is not None and not self.shares.group.averages:
-            self.call_around_forward(*self.shares.group.average_gradients(model, self.mates.explaining))
+            params, limit = self.parameters.params, self.settings.bucket_size_in_mb * MIB
+            self.gradients = NodeGradients(params, self.shares.group, limit, self.mates.explaining)
+            self.hooks += self.gradients.hooks
         if fsdp_modules(model):
             self.hooks += _refuse_stale_backward(called_first(model), self.parameters.params)
         if scaler is not None:
@@ -227,6 +231,8 @@ class Gossip(Replica):
         if _is_inner_step(optimizer):
             return
         self.refuse_stopped()
+        if self.shares is not None:
+            self._refuse_own_gradients(number)
         if number not in self._checked:
             self._checked.add(number)
             with self.faults():
@@ -246,6 +252,17 @@ class Gossip(Replica):
                     "what ends a round: pass the scaler that steps them, and call its update() after each step. (The state "
                     "dict functions of torch.distributed.checkpoint step an optimizer that has no state yet: call them before "
                     "gossip().)"
+                )
+
+    def _refuse_own_gradients(self, number: int) -> None:
+        """Raises RuntimeError if a step was made with gradients of this worker alone, and not of its node."""
+        with self.faults():
+            self.refuse_inside("the step of an optimizer, whose gradients are not averaged over the node yet,")
+            has_any = any(param.grad is not None for param in self._params_at_call[number])
+            if self.gradients is not None and self.gradients.is_open and has_any:
+                raise RuntimeError(
+                    "the optimizer has stepped with gradients that were not averaged over the workers of the node, as all of "
+                    "their backwards were inside no_sync(): leave the last backward before a step outside."
                 )
 
     def _scaler_used(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
@@ -326,7 +343,7 @@ class Gossip(Replica):
 
         As DDP's, for replicas that are nodes. Where each worker is a replica it changes nothing.
         """
-        return contextlib.nullcontext() if self.shares is None else self.shares.group.no_sync()
+        return contextlib.nullcontext() if self.gradients is None else self.gradients.no_sync()
 
     # -- the mean -----------------------------------------------------------------------------------------------------
 

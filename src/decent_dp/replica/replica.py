@@ -514,8 +514,6 @@ class Replica(HookedModel):
             self.closed = True
             for hook in self.hooks:
                 hook.remove()
-            if self.shares is not None:
-                self.shares.group.close()
             tell_replicas(self.optimizers, 1)
             self.mates.close()
             self.monitor.close()
