@@ -345,6 +345,11 @@ class Gossip(Replica):
         """
         return contextlib.nullcontext() if self.gradients is None else self.gradients.no_sync()
 
+    @property
+    def has_own_gradients(self) -> bool:
+        # Where the user has averaged them with DDP, it is not known.
+        return self.shares is not None and (self.gradients is None or self.gradients.is_open)
+
     # -- the mean -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager

@@ -242,6 +242,11 @@ class Replica(HookedModel):
     def averages_gradients(self) -> bool:
         return self.shares is not None and self.shares.group.averages
 
+    @property
+    def has_own_gradients(self) -> bool:
+        """Whether gradients are not averaged yet over the workers of a node."""
+        return False
+
     def share(self) -> None:
         """The workers of a node gather what each has mixed."""
         if self.shares is not None and self.engine.finished:
@@ -270,7 +275,8 @@ class Replica(HookedModel):
         """Goes on in the round of the others, if they have gone on without this replica. Called between two rounds."""
         before, target = self.engine.round, self.engine.round_of_others()
         # At the end of `join` the workers of a replica make no steps together.
-        self.engine.go_to(self.mates.agree_on(target, alone=self._has_run_out))
+        target, self.engine.nonfinite_in = self.mates.agree_on(target, self.engine.nonfinite_in, alone=self._has_run_out)
+        self.engine.go_to(target)
         if self.engine.round > before:
             self.cadence.fall_behind(self.engine.round)
 

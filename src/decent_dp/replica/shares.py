@@ -11,6 +11,7 @@ from torch import Tensor
 
 from decent_dp._checks import check_choice
 from decent_dp.engine.layout import TensorSpec
+from decent_dp.serialization import decode, encode
 from decent_dp.topo import Topology
 from decent_dp.transport import InProcessTransport, NodeGroup, Transport, ranks_in
 
@@ -103,6 +104,21 @@ class Shares:
                 tensor.data = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device).copy_(tensor)
             known = self._known[kind, number] = tensor.data_ptr(), _cut(tensor.detach(), spec.rows, self._workers)
         return known[1][self._position]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the node's first worker, whose snapshots have what all of its workers have in common."""
+        return self._position == 0
+
+    def from_first(self, tree: Any) -> Any:
+        """The first worker's tree of plain values and tensors (``serialization``). All workers call it."""
+        text, tensors = encode(tree) if self.is_first else ("", {})
+        kinds = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
+        text, kinds = self.group.gather_values((text, kinds))[0]
+        if not self.is_first:
+            tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in kinds.items()}
+        self.group.broadcast(tensors[key] for key in kinds)
+        return tree if self.is_first else decode(text, tensors.__getitem__)
 
     def gather(self, kind: str, numbers: Iterable[int]) -> None:
         """Each worker gets the shares of the others of these tensors. All workers call it."""

@@ -83,9 +83,13 @@ class NodeGroup:
 
     @torch.no_grad()
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Each worker gets the first one's."""
+        """Each worker gets the first one's. They may be on the CPU where the group is of GPUs."""
+        only_cuda = dist.get_backend(self._group) == "nccl"
         for tensor in tensors:
-            dist.broadcast(tensor.detach(), group=self._group, group_src=0)
+            there = (tensor.cuda() if only_cuda else tensor.detach()).contiguous()
+            dist.broadcast(self._numbers(there), group=self._group, group_src=0)
+            if there is not tensor:
+                tensor.copy_(there)
 
     @torch.no_grad()
     def gather(self, shares: Sequence[Sequence[Tensor]]) -> None:
