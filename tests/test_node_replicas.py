@@ -20,7 +20,21 @@ from decent_dp.optim import GossipAdamW
 from decent_dp.rules import OuterNesterov
 from decent_dp.transport import run_replicas
 from tests.helpers import assert_same
-from tests.sharded_cases import ADAMW, SGD, Case, Odd, Unsharded, assert_close, inputs, made, scaler_of, step, train, values
+from tests.sharded_cases import (
+    ADAMW,
+    SGD,
+    Case,
+    Odd,
+    Unsharded,
+    assert_close,
+    ended,
+    inputs,
+    made,
+    scaler_of,
+    step,
+    train,
+    values,
+)
 from tests.test_sharded import SITUATIONS, situation, unsharded
 
 CASES = {
@@ -109,6 +123,69 @@ def test_situations(workers):
         wanted = run_replicas(2, lambda transport, case=case, name=name: situation(Unsharded(case, transport, 2), name))
         for rank in range(4):
             assert_close(found[rank][number], wanted[rank // 2], case.tolerance, f"{name}, worker {rank}")
+
+
+UNEVEN = {
+    # Batches of each worker: of the first node, of the second.
+    "momentum": (Case({"topology": "complete"}), [(5, 3), (2, 0)]),
+    "adamw": (Case({}, ADAMW, clip=0.3), [(1, 4), (4, 4)]),
+    "scaled": (Case({"mix_every": 2}, scaled=True), [(0, 3), (5, 5)]),
+    "statistics": (Case({}, partial(GossipAdamW, lr=0.01)), [(6, 8), (8, 2)]),
+}
+
+
+def step_of(run: Any, losses: Callable[[], list[Tensor]], workers: int = 1) -> None:
+    for optimizer in run.optimizers:
+        optimizer.zero_grad()
+    scale = 1.0 if run.scaler is None else run.scaler.get_scale() or 256.0
+    for loss in losses():
+        (loss * scale).backward()
+    for param in run.model.parameters() if workers > 1 else ():
+        if param.grad is not None:
+            param.grad /= workers
+    if run.scaler is not None:
+        run.scaler.scale(torch.zeros(()))
+        run.scaler.unscale_(run.optimizers[0])
+    if run.case.clip:
+        nn.utils.clip_grad_norm_(run.model.parameters(), run.case.clip)
+    if run.scaler is None:
+        run.optimizers[0].step()
+    else:
+        run.scaler.step(run.optimizers[0])
+        run.scaler.update()
+
+
+def uneven_node(rank: int, n: int) -> list[Any]:
+    found = []
+    for case, batches in UNEVEN.values():
+        run = OfNode(case, 2)
+        for _ in range(2):
+            with run.gossip.join():
+                for t in range(batches[run.replica][run.place]):
+                    step_of(run, lambda t=t: [run.loss(t)])
+        step_of(run, lambda: [run.loss(9)])  # with one optimizer state in a node
+        found.append(ended(run, []))
+    return found
+
+
+def uneven_worker(transport: Any, name: str) -> Any:
+    case, batches = UNEVEN[name]
+    run = Unsharded(case, transport, 2)
+    own = batches[run.replica]
+    for _ in range(2):
+        with run.gossip.join():
+            for t in range(max(own)):
+                step_of(run, lambda t=t: [loss for loss, count in zip(run.losses(t), own, strict=True) if t < count], 2)
+    step_of(run, lambda: run.losses(9), 2)
+    return ended(run, [])
+
+
+def test_uneven_inputs_inside_a_node(workers):
+    found = workers(4, uneven_node)
+    for number, name in enumerate(UNEVEN):
+        wanted = run_replicas(2, partial(uneven_worker, name=name))
+        for rank in range(4):
+            assert_close(found[rank][number], wanted[rank // 2], 1e-6, f"{name}, worker {rank}")
 
 
 def makes(rank: int, n: int) -> list[str]:

@@ -37,7 +37,7 @@ from decent_dp.replica.optimizer_state import has_own_state_dict, load_optimizer
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, mesh_of, reshard
 from decent_dp.replica.shared_statistics import Statistics, sharing, tell_replicas
-from decent_dp.replica.shares import Shares, describe_node
+from decent_dp.replica.shares import Shares, UnevenNode, describe_node
 from decent_dp.replica.snapshot import (
     ENGINE_ENTRIES,
     begin_load,
@@ -206,6 +206,7 @@ class Gossip(Replica):
         self.use_buckets(self._lay_out())
         self.hooks += [optimizer.register_step_post_hook(self._after_step(i)) for i, optimizer in enumerate(self.optimizers)]
         self.gradients: NodeGradients | None = None
+        self._uneven: UnevenNode | None = None
         if self.shares is not None and not self.shares.group.averages:
             params, limit = self.parameters.params, self.settings.bucket_size_in_mb * MIB
             self.gradients = NodeGradients(params, self.shares.group, limit, self.mates.explaining)
@@ -283,15 +284,64 @@ class Gossip(Replica):
     def mix_only(self) -> None:
         self._round(step=False)
 
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        if self.shares is None:
+            with super().join():
+                yield
+            return
+        if (gradients := self.gradients) is None:
+            raise RuntimeError(
+                "join() does not know the collectives of DistributedDataParallel inside a node: leave that out, and pass "
+                "replica='node' to gossip()."
+            )
+        self._uneven = uneven = UnevenNode(self.shares.group)
+        gradients.meet = lambda: uneven.meet("backward")
+        try:
+            with super().join():
+                yield
+        finally:
+            self._uneven, gradients.meet = None, lambda: None
+
+    def follow_others(self) -> None:
+        shares, gradients, uneven = self.shares, self.gradients, self._uneven
+        if shares is None or gradients is None or uneven is None:
+            return
+        with self.faults():
+            while what := uneven.meet(""):
+                if what == "backward":
+                    gradients.without_gradients()
+                else:
+                    self._taken = "taken" in what
+                    self._round(step="step" in what, follows=True)
+            self._uneven = None
+            if uneven.behind:
+                saved = shares.broadcast(self.saved_entries()["optim"], uneven.source)
+                self.load_optimizers({"optim": saved}, contextlib.ExitStack())
+                self.statistics.locate()  # the same values in other tensors, to which what is in flight belongs, too
+                if self.scaler is not None:
+                    self.scaler.load_state_dict(saved["scaler"])
+
     @property
     def unused(self) -> bool:
         return super().unused and not (any(self._stepped) or self._scaled)
 
-    def _round(self, *, step: bool) -> None:
+    def _meet_in_node(self, *, step: bool, follows: bool) -> None:
+        """Inside ``join``: workers of the node that have run out make this round, too, with the values of another."""
+        uneven, shares = self._uneven, self.shares
+        if uneven is None or shares is None:
+            return
+        if not follows:
+            uneven.meet(f"a {'step' if step else 'round'}{', taken' if self._taken else ''}")
+        if uneven.some_are_out:
+            shares.group.broadcast([*self.parameters.params, *self.statistics.whole], uneven.source)
+
+    def _round(self, *, step: bool, follows: bool = False) -> None:
         """Mixes in the exchange in flight and starts the next one."""
         self.refuse_stopped()
         engine = self.engine
         with self.faults(), torch.inference_mode(False):
+            self._meet_in_node(step=step, follows=follows)
             self.parameters.check_unchanged()
             self._check_groups()
             self.begin_round()

@@ -232,9 +232,11 @@ def _check_record(step: Path, record: Record, replica: Replica, resize: str | No
         )
     if (len(workers), len(workers[0])) != (len(here.workers), here.shards) and resize is None:
         there, now = (
-            f"{count}{'' if size == 1 else f' replicas of {size}'} workers"
+            f"{count} {'' if size == 1 else f'replicas of {size} '}workers"
             for count, size in ((len(workers), len(workers[0])), (len(here.workers), here.shards))
         )
+        if len(workers[0]) == here.shards:
+            now = str(len(here.workers))
         raise ValueError(f"{step} was saved by {there} and this run has {now}: pass resize='spread' (or 'mean') to load().")
 
 

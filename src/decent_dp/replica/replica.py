@@ -159,6 +159,7 @@ class Replica(HookedModel):
         self.scaler: torch.amp.GradScaler | None = None
         self.steps = 0
         self.joining = self._has_run_out = False
+        self._nonfinite_in = -1
         self.closed, self._handled = False, id(sys.exc_info()[1])
         self.superseded = False
         self._on_cuda = any(param.is_cuda for param in self.parameters.params)
@@ -243,6 +244,11 @@ class Replica(HookedModel):
         return self.shares is not None and self.shares.group.averages
 
     @property
+    def nonfinite_in(self) -> int:
+        """The last round in which this replica was not finite, the same on all of its workers; -1 if it never was."""
+        return self.engine.nonfinite_in if self.replicas.shards == 1 else self._nonfinite_in
+
+    @property
     def has_own_gradients(self) -> bool:
         """Whether gradients are not averaged yet over the workers of a node."""
         return False
@@ -274,8 +280,9 @@ class Replica(HookedModel):
     def catch_up(self) -> None:
         """Goes on in the round of the others, if they have gone on without this replica. Called between two rounds."""
         before, target = self.engine.round, self.engine.round_of_others()
-        # At the end of `join` the workers of a replica make no steps together.
-        target, self.engine.nonfinite_in = self.mates.agree_on(target, self.engine.nonfinite_in, alone=self._has_run_out)
+        # At the end of `join` the workers of a sharded replica make no steps together.
+        alone = self._has_run_out and self.shares is None
+        target, self._nonfinite_in = self.mates.agree_on(target, self.engine.nonfinite_in, alone=alone)
         self.engine.go_to(target)
         if self.engine.round > before:
             self.cadence.fall_behind(self.engine.round)
@@ -331,6 +338,7 @@ class Replica(HookedModel):
         try:
             yield
             self.apply_pending()
+            self.follow_others()
             self._has_run_out = True
             finish_together(self.world, self.engine, self.joins, self.mix_only, self._between_looks)
             self.joins += 1
@@ -339,6 +347,9 @@ class Replica(HookedModel):
             raise
         finally:
             self.joining = self._has_run_out = False
+
+    def follow_others(self) -> None:
+        """This worker has run out of batches: it follows those of its node that have not."""
 
     def _between_looks(self) -> None:
         self.mates.refuse_lost()

@@ -15,7 +15,7 @@ from decent_dp.serialization import decode, encode
 from decent_dp.topo import Topology
 from decent_dp.transport import InProcessTransport, NodeGroup, Transport, ranks_in
 
-__all__ = ["Shares", "agree_on_nodes", "describe_node"]
+__all__ = ["Shares", "UnevenNode", "agree_on_nodes", "describe_node"]
 
 _log = logging.getLogger(__name__)
 
@@ -110,15 +110,16 @@ class Shares:
         """Whether this is the node's first worker, whose snapshots have what all of its workers have in common."""
         return self._position == 0
 
-    def from_first(self, tree: Any) -> Any:
-        """The first worker's tree of plain values and tensors (``serialization``). All workers call it."""
-        text, tensors = encode(tree) if self.is_first else ("", {})
+    def broadcast(self, tree: Any, source: int = 0) -> Any:
+        """The tree of plain values and tensors (``serialization``) of the worker at this position. All workers call it."""
+        is_source = self._position == source
+        text, tensors = encode(tree) if is_source else ("", {})
         kinds = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
-        text, kinds = self.group.gather_values((text, kinds))[0]
-        if not self.is_first:
+        text, kinds = self.group.gather_values((text, kinds))[source]
+        if not is_source:
             tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in kinds.items()}
-        self.group.broadcast(tensors[key] for key in kinds)
-        return tree if self.is_first else decode(text, tensors.__getitem__)
+        self.group.broadcast((tensors[key] for key in kinds), source)
+        return tree if is_source else decode(text, tensors.__getitem__)
 
     def gather(self, kind: str, numbers: Iterable[int]) -> None:
         """Each worker gets the shares of the others of these tensors. All workers call it."""
@@ -130,3 +131,36 @@ def _cut(tensor: Tensor, rows: int, workers: int) -> list[Tensor]:
     memory = tensor.as_strided((numel,), (1,), tensor.storage_offset())
     matrix = memory.view(rows, numel // rows) if rows > 1 else memory
     return [matrix[len(matrix) * i // workers : len(matrix) * (i + 1) // workers] for i in range(workers)]
+
+
+class UnevenNode:
+    """Inside ``join``: the workers of a node tell each other what each does next, and who has run out follows the others.
+
+    Attributes:
+        source: the position of a worker that still trains, at the last meeting. ``some_are_out``: whether another one did not.
+        behind: whether there was such a meeting.
+    """
+
+    def __init__(self, group: NodeGroup) -> None:
+        self._group = group
+        self.source, self.some_are_out, self.behind = 0, False, False
+
+    def meet(self, what: str) -> str:
+        """What the workers that still train do next; '' if all have run out. Called by all, with '' by one that has.
+
+        Raises:
+            RuntimeError: they do different things.
+        """
+        found = self._group.gather_values(what)
+        training = [position for position, its in enumerate(found) if its]
+        if not training:
+            return ""
+        self.source = training[0]
+        self.some_are_out = len(training) < len(found)
+        self.behind |= self.some_are_out
+        if len({found[position] for position in training}) > 1:
+            raise RuntimeError(
+                f"inside join() the workers of a node do different things next ({', '.join(filter(None, found))}): each batch "
+                "needs as many backwards, and steps, on all of them."
+            )
+        return found[self.source]

@@ -124,7 +124,7 @@ def completed(replica: Replica, snapshot: dict[str, Any]) -> dict[str, Any]:
     """A snapshot with what the first worker of this one's node has for all of them. They call it together."""
     if replica.shares is None:
         return snapshot
-    common = replica.shares.from_first({key: snapshot[key] for key in _OF_NODE})
+    common = replica.shares.broadcast({key: snapshot[key] for key in _OF_NODE})
     return {**snapshot, **common, "grads": snapshot["grads"] or common["grads"]}
 
 

@@ -185,7 +185,7 @@ class _Healer(Listener):
         engine, now = self._replica.engine, time.monotonic()
         # The workers of a node heal together, at the end of a round.
         again = math.inf if self._replica.shares is not None else self._again
-        if engine.nonfinite_in <= self._last or (engine.round <= self._tried and now < again):
+        if self._replica.nonfinite_in <= self._last or (engine.round <= self._tried and now < again):
             return
         self._tried, self._again = engine.round, now + _HEAL_AGAIN
         if self._last < 0 or engine.round >= self._last + _CALM:
@@ -220,7 +220,7 @@ class _Healer(Listener):
         if shares is not None:
             rank, why = shares.group.gather_values((rank, why))[0]
             if not why:  # the rule's state starts anew, and is that of other shares
-                snapshot = shares.from_first({**snapshot, "rule": {**snapshot["rule"], "state": {}}} if snapshot else {})
+                snapshot = shares.broadcast({**snapshot, "rule": {**snapshot["rule"], "state": {}}} if snapshot else {})
         if why:
             raise PeerLostError(why)
         return rank, snapshot

@@ -82,12 +82,12 @@ class NodeGroup:
         return found
 
     @torch.no_grad()
-    def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Each worker gets the first one's. They may be on the CPU where the group is of GPUs."""
+    def broadcast(self, tensors: Iterable[Tensor], source: int = 0) -> None:
+        """Each worker gets those of the one at position ``source``. They may be on the CPU where the group is of GPUs."""
         only_cuda = dist.get_backend(self._group) == "nccl"
         for tensor in tensors:
             there = (tensor.cuda() if only_cuda else tensor.detach()).contiguous()
-            dist.broadcast(self._numbers(there), group=self._group, group_src=0)
+            dist.broadcast(self._numbers(there), group=self._group, group_src=source)
             if there is not tensor:
                 tensor.copy_(there)
 
