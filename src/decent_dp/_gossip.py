@@ -32,12 +32,13 @@ from decent_dp.replica.construction import Agreement, Arguments, Settings, worke
 from decent_dp.replica.live import running_steps, start_replica
 from decent_dp.replica.module_hooks import called_first
 from decent_dp.replica.node_gradients import NodeGradients
+from decent_dp.replica.nodes import describe_node, why_no_node
 from decent_dp.replica.optimizer_guards import check_optimizers, options_of, refuse_hidden_state, signature_of
 from decent_dp.replica.optimizer_state import has_own_state_dict, load_optimizer, params_of, saved_optimizer
 from decent_dp.replica.replica import Replica
-from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, mesh_of, reshard
+from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, mesh_of, ranks_of_mesh, reshard
 from decent_dp.replica.shared_statistics import Statistics, sharing, tell_replicas
-from decent_dp.replica.shares import Shares, UnevenNode, describe_node
+from decent_dp.replica.shares import Shares, UnevenNode
 from decent_dp.replica.snapshot import (
     ENGINE_ENTRIES,
     begin_load,
@@ -59,6 +60,7 @@ from decent_dp.transport import (
     group_of_replicas,
     inside_ddp,
     open_transport,
+    ranks_in,
 )
 
 if TYPE_CHECKING:
@@ -124,7 +126,8 @@ def gossip(
         RuntimeError: there is no process group.
     """
     model, inner = inside_ddp(model)
-    owned, opened = open_transport(transport, group_of_replicas(process_group, mesh_of(model)), faults, encrypt)
+    process_group = group_of_replicas(process_group, ranks_of_mesh(model) if inner is None else ranks_in(inner))
+    owned, opened = open_transport(transport, process_group, faults, encrypt)
     optimizers: list[Optimizer] = []
 
     def check() -> Arguments:
@@ -141,14 +144,21 @@ def gossip(
             check_rule(rule),
             on_node,
             {"optimizers": signature_of(optimizers, model), "encrypt": check_encrypt(encrypt)},
-            describe_mesh(model) or describe_node(replica, topology, opened, on_node, inner, process_group),
+            describe_mesh(model)
+            or describe_node(
+                replica,
+                topology,
+                opened,
+                on_node,
+                [] if inner is None else ranks_in(inner, process_group),
+                why_no_node(model, optimizers, rule),
+            ),
             options_of(optimizers, model),
             sharing(optimizers),
             check_faults(faults),
         )
 
     def make(agreed: Agreement) -> Gossip:
-        _advise_on_nodes(topology, agreed, workers_per_node("local_world_size", local_world_size), opened.rank)
         number, position = agreed.replicas.place_of(opened.rank)
         if agreed.replicas.shards > 1 and mesh_of(model) is None:
             ranks = agreed.replicas.workers_of(number)
@@ -560,18 +570,6 @@ class Gossip(Replica):
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
         names = f"{type(self.model).__name__}, {kinds}, rank={self.world.rank}, topology={self.topology!r}"
         return f"Gossip({names})"
-
-
-def _advise_on_nodes(topology: object, agreed: Agreement, on_node: int, rank: int) -> None:
-    """Each worker sends a copy of the model, and those of a node share its link."""
-    several = 1 < on_node < agreed.peers.world_size and agreed.replicas.shards == 1
-    plain = topology == "base-2" and agreed.settings.compression is None and agreed.settings.mix_every == 1
-    if rank == 0 and several and plain and agreed.peers.neighbours is None:
-        _log.warning(
-            "nodes have %d workers each, and with topology='base-2' each of them sends a copy of the model per step to another "
-            "node: that may take longer than DDP. topology='hierarchical' sends one copy per node; `decent-dp plan` compares.",
-            on_node,
-        )
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:

@@ -23,10 +23,11 @@ from decent_dp.membership.runs import register
 from decent_dp.optim.statistics import SharesStatistics
 from decent_dp.replica.averages import broadcast_, control_of_part
 from decent_dp.replica.consistency import call_on_all, check_consistency, compare, model_signature
+from decent_dp.replica.nodes import agree_on_nodes
 from decent_dp.replica.optimizer_guards import Options, warn_of_rates
 from decent_dp.replica.shards import assign_replicas, is_sharded, local
 from decent_dp.replica.shared_statistics import refuse_isolated
-from decent_dp.replica.shares import Shares, agree_on_nodes
+from decent_dp.replica.shares import Shares
 from decent_dp.rules import DriftCorrection, Rule
 from decent_dp.rules.rule import rule_settings
 from decent_dp.topo import Edge, Topology, TopologyReg, make_topology
@@ -165,7 +166,7 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         if isinstance(transport, NewcomerTransport):
             replicas = _replicas_of_run(transport, given.mesh)
         else:
-            replicas = assign_replicas(agree_on_nodes(transport.control.gather(given.mesh)))
+            replicas = assign_replicas(agree_on_nodes(transport.control.gather(given.mesh), transport.rank))
         peers = _peers_of(transport, replicas, given.faults)
         agreed, store = check_consistency(transport.control, transport.rank, attempt)
         neighbours = None if given.faults is None else peers.tolerate(given.faults)
@@ -281,14 +282,16 @@ def _replicas_of_run(transport: NewcomerTransport, mesh: Mapping[str, Any] | Non
     replicas = Replicas(tuple(map(tuple, transport.signature["settings"]["workers of each replica"])))
     if mesh is not None and mesh.get("of") == "auto" and replicas.shards == 1:
         mesh = None
-    shards = 1 if mesh is None else len(mesh["ranks"])
+    is_node = mesh is not None and "of" in mesh
+    shards = 1 if mesh is None else mesh["on_node"] if is_node else len(mesh["ranks"])
     if shards != replicas.shards:
+        how = f"there are {shards} on this node" if is_node else f"this model is sharded over {shards}"
         raise ValueError(
-            f"a replica of this run has {replicas.shards} workers, and this model is sharded over {shards}: start as many "
-            "processes together, and call fully_shard over all of them."
+            f"a replica of this run has {replicas.shards} workers, and {how}: start as many processes together"
+            f"{'' if is_node else ', and call fully_shard over all of them'}."
         )
     number, position = replicas.place_of(transport.rank)
-    own = 0 if mesh is None else mesh["ranks"].index(mesh["rank"])
+    own = 0 if mesh is None else position if is_node else mesh["ranks"].index(mesh["rank"])
     if own != position:
         raise ValueError(
             f"worker {transport.rank} of this run has part {position} of replica {number}, and this process has part {own} of "

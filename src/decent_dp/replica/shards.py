@@ -27,6 +27,7 @@ __all__ = [
     "param_groups_of",
     "placed",
     "placement",
+    "ranks_of_mesh",
     "reshard",
 ]
 
@@ -120,6 +121,12 @@ def mesh_of(model: object) -> Any:
     """The device mesh of a replica's workers; None if this worker has all of it."""
     tensors: list[Any] = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
     return next((tensor.device_mesh for tensor in tensors if is_sharded(tensor)), None)
+
+
+def ranks_of_mesh(model: object) -> list[int]:
+    """The ranks, in the default group, of the workers that hold parts of this replica; none if this worker has all of it."""
+    mesh = mesh_of(model)
+    return [] if mesh is None else _ranks(mesh)
 
 
 # -- workers of a replica ---------------------------------------------------------------------------------------------------

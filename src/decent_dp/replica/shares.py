@@ -2,84 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decent_dp._checks import check_choice
 from decent_dp.engine.layout import TensorSpec
 from decent_dp.serialization import decode, encode
-from decent_dp.topo import Topology
-from decent_dp.transport import InProcessTransport, NodeGroup, Transport, ranks_in
+from decent_dp.transport import NodeGroup
 
-__all__ = ["Shares", "UnevenNode", "agree_on_nodes", "describe_node"]
-
-_log = logging.getLogger(__name__)
-
-# Topologies that know of nodes themselves, and count workers.
-_OF_WORKERS = ("hierarchical", "alternating-exp-ring")
-
-
-def describe_node(
-    replica: object, topology: str | Topology, transport: Transport, on_node: int, inner: Any = None, process_group: Any = None
-) -> dict[str, Any] | None:
-    """As ``describe_mesh``: the workers of this one's node, or of ``inner``, if they are one replica; else None.
-
-    Args:
-        replica: the argument of ``gossip``.
-        on_node: workers per node.
-        inner: the process group over which gradients are averaged already.
-
-    Raises:
-        ValueError: ``replica`` is wrong, or nodes cannot be replicas.
-    """
-    if replica is not None:
-        check_choice("replica", replica, ("worker", "node"))
-    n, rank = transport.world_size, transport.rank
-    if inner is not None:
-        ranks = ranks_in(inner, process_group)
-        if replica == "worker" or min(ranks) < 0 or len(ranks) == n > 1:
-            over = f"all {n} workers" if len(ranks) == n else f"{len(ranks)} workers"
-            raise ValueError(
-                f"the model is wrapped in DistributedDataParallel over {over}, which averages its gradients: that is one "
-                "replica, and there must be several. Wrap it over the workers of a node (process_group=), or pass its .module."
-            )
-        return {"rank": rank, "ranks": ranks, "alone": True} if len(ranks) > 1 else None
-    if replica == "worker" or (on_node == 1 and replica is None):
-        return None
-    if isinstance(transport, InProcessTransport):
-        if replica is None:
-            return None
-        raise ValueError("replica='node' needs processes, and the workers of InProcessTransport are threads: leave it out.")
-    if replica is None and (not isinstance(topology, str) or any(name in topology for name in _OF_WORKERS)):
-        return None
-    first = rank - rank % on_node
-    return {"rank": rank, "ranks": list(range(first, first + on_node)), "alone": replica is not None, "of": replica or "auto"}
-
-
-def agree_on_nodes(found: Sequence[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
-    """The results of ``describe_node`` of all workers, by rank, if nodes can be replicas; else None for each.
-
-    Raises:
-        ValueError: they cannot, and are to be.
-    """
-    nodes = [one for one in found if one is not None and "of" in one]
-    if not nodes or (len(nodes[0]["ranks"]) == len(found) and nodes[0]["of"] == "auto"):
-        return [None if one is not None and "of" in one else one for one in found]
-    sizes = [1 if one is None else len(one["ranks"]) for one in found]
-    if len(nodes) == len(found) and len(set(sizes)) == 1 and len(found) % sizes[0] == 0:
-        return [{"rank": one["rank"], "ranks": one["ranks"], "alone": True} for one in nodes]
-    if all(one is None or one.get("of") == "auto" for one in found):
-        _log.info("nodes have different numbers of workers, so each worker is a replica")
-        return [None] * len(found)
-    other = next((rank for rank, size in enumerate(sizes) if size != sizes[0]), 0)
-    raise ValueError(
-        f"replica='node' with {len(found)} workers, {sizes[0]} on the node of worker 0 and {sizes[other]} on that of worker "
-        f"{other}: nodes must have equally many. Start as many on each node (local_world_size=), or pass replica='worker'."
-    )
+__all__ = ["Shares", "UnevenNode"]
 
 
 class Shares:

@@ -74,19 +74,19 @@ def open_transport(
     return True, connect(process_group, faults=tolerated, encrypt=encrypted)
 
 
-def group_of_replicas(process_group: Any, mesh: Any) -> Any:
+def group_of_replicas(process_group: Any, own_ranks: Sequence[int]) -> Any:
     """The process group of all workers of all replicas, for the argument ``process_group`` of ``gossip()``.
 
-    With sharded replicas that may be the group of the workers at one position of all replicas, as a mesh gives it.
+    With replicas of several workers that may be the group of the workers at one position of all, as a mesh gives it.
 
     Args:
-        mesh: of the workers of this one's replica; None if it has a whole one.
+        own_ranks: of the workers of this one's replica, in the default group; none if it has a whole one.
     """
-    if process_group is None or mesh is None or dist.get_rank(process_group) < 0:
+    if process_group is None or not own_ranks or dist.get_rank(process_group) < 0:
         return process_group
     given = dist.get_process_group_ranks(process_group)
     replicas: list[list[int]] = [[]] * len(given)
-    dist.all_gather_object(replicas, mesh.mesh.flatten().tolist(), group=process_group)
+    dist.all_gather_object(replicas, list(own_ranks), group=process_group)
     ranks = sorted(itertools.chain(*replicas))
     one_of_each = all(set(given) & set(own) == {rank} for rank, own in zip(given, replicas, strict=True))
     if not one_of_each or len(set(ranks)) < len(ranks) or len(ranks) == len(given):
