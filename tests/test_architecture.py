@@ -515,7 +515,8 @@ def test_the_wrappers_methods():
 
 GOSSIP = (
     "(model, optimizer, *, topology='base-2', compression=None, mix_every=1, rule=None, overlap=True, scaler=None, "
-    "faults=None, encrypt=None, bucket_size_in_mb=25, local_world_size=None, process_group=None, transport=None)"
+    "faults=None, encrypt=None, bucket_size_in_mb=25, local_world_size=None, process_group=None, transport=None, "
+    "replica=None)"
 )
 GOSSIPS_METHODS = {
     "averaged": "(buffers=True)",

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import decent_dp
 from decent_dp.optim import GossipAdamW
-from decent_dp.rules import OuterNesterov
+from decent_dp.rules import DriftCorrection, OuterNesterov
 from decent_dp.transport import run_replicas
 from tests.helpers import assert_same
 from tests.sharded_cases import (
@@ -51,7 +51,7 @@ CASES = {
     "low-rank": Case({"compression": "low-rank:4"}, tolerance=0.05, steps=15),
     # Statistics are rows and columns of whole matrices.
     "gossip-adamw": Case({}, partial(GossipAdamW, lr=0.01), clip=0.3, steps=11),
-    # "drift": Case({"rule": DriftCorrection()}, partial(GossipAdamW, lr=0.01), clip=0.3, tolerance=1e-5),
+    "drift": Case({"rule": DriftCorrection()}, ADAMW),
 }
 
 
@@ -162,8 +162,8 @@ def uneven_node(rank: int, n: int) -> list[Any]:
         for _ in range(2):
             with run.gossip.join():
                 for t in range(batches[run.replica][run.place]):
-                    step_of(run, lambda t=t: [run.loss(t)])
-        step_of(run, lambda: [run.loss(9)])  # with one optimizer state in a node
+                    step_of(run, lambda run=run, t=t: [run.loss(t)])
+        step_of(run, lambda run=run: [run.loss(9)])  # with one optimizer state in a node
         found.append(ended(run, []))
     return found
 
@@ -203,8 +203,13 @@ def makes(rank: int, n: int) -> list[str]:
         {"local_world_size": 2, "replica": "nodes"},
         {"local_world_size": 2, "topology": "hierarchical"},
         {"inner": 2},
+        {"inner": 2, "process_group": [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]},
         {"inner": 4},
         {"inner": 2, "replica": "worker"},
+        {"local_world_size": 2, "rule": DriftCorrection(), "optimizer": GossipAdamW},
+        {"local_world_size": 2, "rule": DriftCorrection(), "optimizer": GossipAdamW, "replica": "node"},
+        {"local_world_size": 2, "rule": DriftCorrection()},
+        {"local_world_size": 2, "replica": "node" if rank < 2 else "worker"},
     ]
     groups = {2: [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2], 4: None}
     found = []
@@ -212,10 +217,16 @@ def makes(rank: int, n: int) -> list[str]:
         options, model = dict(way), Odd(0)
         wrapped = DistributedDataParallel(model, process_group=groups[options.pop("inner")]) if "inner" in options else model
         try:
-            gossip = decent_dp.gossip(wrapped, SGD(model.parameters()), **options)
+            gossip = decent_dp.gossip(wrapped, options.pop("optimizer", SGD)(model.parameters()), **options)
             wrapped(inputs(0, rank)[0]).sum().backward()
             gossip.optimizers[0].step()
             found.append(str(gossip.replicas.workers))
+            own = list(gossip.replicas.workers_of(rank // 2))
+            is_node = len(own) == 2
+            how = "averaged by DistributedDataParallel over gloo" if "inner" in way else "averaged over gloo"
+            said = f"replica='node': the workers {own}, gradients {how}, " if is_node else "replica="
+            assert said in repr(gossip)
+            assert "exchanges over ZeroMQ)" in repr(gossip)
             gossip.close()
         except (ValueError, TypeError) as error:
             found.append(str(error))
@@ -228,12 +239,16 @@ def test_what_is_a_replica(workers):
     assert all(one == found[0] for one in found)
     texts = iter(found[0])
     assert [next(texts) for _ in range(5)] == [nodes, each, each, "((0, 1, 2, 3),)", each]
-    assert "2 on the node of worker 0 and 1 on that of worker 2" in next(texts)
-    assert "nodes must have equally many" in next(texts)
+    assert "of 4 workers 2 are on the node of worker 0, and 1 on that of worker 2" in next(texts)
+    assert "of 4 workers 3 are on the node of worker 0. Start as many on each node" in next(texts)
     assert "'nodes'" in next(texts)
-    assert (next(texts), next(texts)) == (each, nodes)
-    assert "over all 4 workers" in next(texts)
-    assert "over 2 workers" in next(texts)
+    assert [next(texts) for _ in range(3)] == [each, nodes, nodes]
+    assert "over 4 of 4 workers, which averages its gradients: that is one replica" in next(texts)
+    assert "over 2 of 4 workers, which averages its gradients, and replica='worker' was given" in next(texts)
+    assert next(texts) == each
+    assert "with DriftCorrection, GossipAdamW needs the drift of whole parameters" in next(texts)
+    assert next(texts) == nodes
+    assert "was given to worker 0, and not to worker 2" in next(texts)
 
 
 class Branches(nn.Module):

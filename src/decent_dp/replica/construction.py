@@ -62,6 +62,7 @@ class Settings:
             "bucket_size_in_mb", self.bucket_size_in_mb, "a number of MiB, or 0 (one bucket per parameter)", at_least=0.0
         )
         check_integer("mix_every", self.mix_every, 1, "updates")
+        check_compression(self.compression)
 
     def signature(self) -> dict[str, Any]:
         plain = {k: v if isinstance(v, (bool, str, NoneType)) else float(v) for k, v in asdict(self).items()}
@@ -126,7 +127,8 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
     """
 
     def attempt() -> tuple[tuple[Agreement, EpochStore | None], dict[str, Any]]:
-        local_world_size = replicas.peers_on_node(transport.rank, given.local_world_size)
+        is_node = replicas.shards > 1 and given.mesh is not None and "of" in given.mesh
+        local_world_size = 1 if is_node else replicas.peers_on_node(transport.rank, given.local_world_size)
         made = _topology_of_replicas(given.topology, local_world_size, peers, replicas)
         refuse_isolated(given.sharing, made)
         narrow = any(param.itemsize < 4 for param in model.parameters())

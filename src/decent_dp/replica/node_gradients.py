@@ -8,7 +8,6 @@ uses, its gradients are averaged. So every worker of the node makes the same bac
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,7 @@ from decent_dp.transport import NodeGroup
 __all__ = ["NodeGradients"]
 
 
-class _Bucket:
+class _GradientBucket:
     """Gradients that are summed together: one flat tensor, and behind it for each whether this worker has it."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -49,10 +48,8 @@ class _Bucket:
             self._counts.fill_(1)
         else:
             self.flat.zero_()
-            self._counts.copy_(torch.tensor([float(grad is not None) for grad in grads]))
-        present = [(view, grad) for view, grad in zip(self._views, grads, strict=True) if grad is not None]
-        if present:
-            torch._foreach_copy_(*map(list, zip(*present, strict=True)))
+            self._counts[[i for i, grad in enumerate(grads) if grad is not None]] = 1
+        _copy([(view, grad) for view, grad in zip(self._views, grads, strict=True) if grad is not None])
         self._values.div_(workers)  # first, so that the sum is in the range of half precision
 
     @torch.no_grad()
@@ -62,13 +59,11 @@ class _Bucket:
             for param, view, count in zip(self.params, self._views, self._counts.tolist(), strict=True):
                 if param.grad is None and count:
                     param.grad = torch.empty_like(param, dtype=view.dtype)
-        found = [(param.grad, view) for param, view in zip(self.params, self._views, strict=True) if param.grad is not None]
-        if found:
-            torch._foreach_copy_(*map(list, zip(*found, strict=True)))
+        _copy([(param.grad, view) for param, view in zip(self.params, self._views, strict=True) if param.grad is not None])
 
 
 @dataclass
-class _Backward:
+class _Running:
     """A running backward.
 
     Attributes:
@@ -109,16 +104,16 @@ class NodeGradients:
         self._params, self._group, self._explaining = params, group, explaining
         self._sizes = choose_sizes(sum(param.numel() * _dtype(param).itemsize for param in params), limit)
         # Made at the end of the first backward, from the order in which the node's first worker has got the gradients.
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[_GradientBucket] = []
         self._first_order: dict[int, None] = {}
         self._bucket_of: dict[int, int] = {}
-        self._backward: _Backward | None = None
+        self._backward: _Running | None = None
         # Buckets are summed at the end: once a gradient has come from a backward inside a backward, which may add to a gradient
         # that was there, or gradients have come in several CUDA streams.
         self._at_end = False
         self._unsynced = 0
         self.is_open = False
-        self.meet: Callable[[], None] = lambda: None
+        self.meet: Callable[[], object] = lambda: None
         # On a GPU, hooks of CPU and CUDA parameters run in different threads.
         self._lock = threading.RLock()
         me, untyped = weakref.ref(self), list[Any](params)
@@ -181,7 +176,7 @@ class NodeGradients:
                         break
                     self._sum_next(backward)
 
-    def _begun(self) -> _Backward:
+    def _begun(self) -> _Running:
         backward = self._backward
         if backward is not None and backward.end() is None:  # it has raised
             if backward.in_flight:
@@ -197,7 +192,7 @@ class NodeGradients:
                 lambda _: gradients._sum_at_end() if (gradients := me()) else None,
             )
             end.queue()
-            backward = self._backward = _Backward(torch._C._current_graph_task_id(), weakref.ref(end))
+            backward = self._backward = _Running(torch._C._current_graph_task_id(), weakref.ref(end))
             for bucket in self._buckets:
                 bucket.missing = len(bucket.params)
         return backward
@@ -205,13 +200,13 @@ class NodeGradients:
     def _sum_at_end(self) -> None:
         self._at_end = True
 
-    def _sum_next(self, backward: _Backward) -> None:
+    def _sum_next(self, backward: _Running) -> None:
         self._meet(backward)
         bucket = self._buckets[len(backward.in_flight)]
         bucket.fill(self._group.size)
         backward.in_flight.append(self._group.sum_(bucket.flat))
 
-    def _meet(self, backward: _Backward) -> None:
+    def _meet(self, backward: _Running) -> None:
         if not backward.met:
             backward.met = True
             self.meet()
@@ -249,13 +244,18 @@ class NodeGradients:
                 size, like = 0, kind
             found[-1].append(index)
             size += nbytes
-        self._buckets = [_Bucket([self._params[index] for index in indices]) for indices in found]
+        self._buckets = [_GradientBucket([self._params[index] for index in indices]) for indices in found]
         self._bucket_of = {index: number for number, indices in enumerate(found) for index in indices}
 
 
 def _came(gradients: weakref.ref[NodeGradients], index: int, _: Tensor) -> None:
     if (found := gradients()) is not None:
         found.came(index)
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    if pairs:
+        torch._foreach_copy_([to for to, _ in pairs], [value for _, value in pairs])
 
 
 def _dtype(param: Tensor) -> torch.dtype:

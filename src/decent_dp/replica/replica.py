@@ -13,7 +13,6 @@ import sys
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import Any, ClassVar
 
@@ -37,47 +36,13 @@ from decent_dp.replica.parameters import Parameters
 from decent_dp.replica.shards import fsdp_modules
 from decent_dp.replica.shared_statistics import Statistics, tell_drifts, tell_replicas
 from decent_dp.replica.shutdown import passing_error, shut_down
+from decent_dp.replica.stats import Stats
 from decent_dp.replica.uneven import finish_together
 from decent_dp.transport import Control, NewcomerTransport, Transport
 
 __all__ = ["Listener", "Replica", "Stats"]
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Counters of one worker.
-
-    Attributes:
-        updates: optimizer steps taken.
-        rounds: rounds made, including those before a restart; more than ``updates`` if a scaler skipped steps, or ``join``
-            made rounds without one.
-        bytes_sent: bytes that this worker has sent for exchanges, without headers and flags.
-        grad_norm: norm of the gradients of the last update before clipping; None without ``grad_clip_norm``.
-        exchanges: finished exchanges of single buckets.
-        waited_s: seconds that the training thread has waited for exchanges.
-        rejected: blocks of parameters that were not mixed, because replicas were further apart than the compression can
-            represent.
-        nonfinite: rounds that this worker sat out, because a replica of its edge had a NaN or an infinity.
-        holes: exchanges of single buckets that were left out, because the other worker was gone, silent or much too slow;
-            0 without ``faults``.
-        one_sided: exchanges that this worker has dropped, as it could not learn whether the other one mixes them: the only
-            ones that can move the mean over the replicas.
-        reconnects: connections to other workers that were made in place of lost ones; 0 without ``faults``.
-    """
-
-    updates: int
-    rounds: int
-    bytes_sent: int
-    grad_norm: float | None
-    exchanges: int = 0
-    waited_s: float = 0.0
-    rejected: int = 0
-    nonfinite: int = 0
-    holes: int = 0
-    one_sided: int = 0
-    reconnects: int = 0
 
 
 class Listener:
@@ -170,6 +135,8 @@ class Replica(HookedModel):
         params = self.parameters.params
         size = f"{sum(param.numel() for param in params)} trainable parameters in {len(params)} tensors"
         _log.debug("%s, compression %s, %s", where, self.settings.compression, size)
+        if transport.rank == 0:
+            _log.info("%d workers, %d replicas; %s", transport.world_size, len(self.replicas.workers), self.describe_replica())
         # Runs at exit too, also in processes of multiprocessing, where atexit handlers do not run.
         self._finalizer = Finalize(self, shut_down, args=(self.engine, transport, threading.current_thread()), exitpriority=100)
 
@@ -238,6 +205,18 @@ class Replica(HookedModel):
             self.engine.mark_stale(replaced)
         for bucket in self.engine.buckets:
             bucket.buffer.rebind()
+
+    def describe_replica(self) -> str:
+        """What mixes, and over what."""
+        number, shards = self.replicas.place_of(self.world.rank)[0], self.replicas.shards
+        own, between = list(self.replicas.workers_of(number)), f"exchanges over {self.world.carrier(on_gpus=self._on_cuda)}"
+        if shards == 1:
+            return f"replica='worker', {between}"
+        if self.shares is None:
+            return f"replica: sharded over the workers {own}, {between}"
+        group = self.shares.group
+        by = "by DistributedDataParallel " if group.averages else ""
+        return f"replica='node': the workers {own}, gradients averaged {by}over {group.backend}, {between}"
 
     @property
     def averages_gradients(self) -> bool:

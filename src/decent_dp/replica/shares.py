@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -50,9 +50,9 @@ class Shares:
         kinds = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
         text, kinds = self.group.gather_values((text, kinds))[source]
         if not is_source:
-            tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in kinds.items()}
+            tensors = {key: torch.empty(shape, dtype=dtype, device="cpu") for key, (shape, dtype) in kinds.items()}
         self.group.broadcast((tensors[key] for key in kinds), source)
-        return tree if is_source else decode(text, tensors.__getitem__)
+        return tree if is_source else decode(text, lambda key: tensors[key])
 
     def gather(self, kind: str, numbers: Iterable[int]) -> None:
         """Each worker gets the shares of the others of these tensors. All workers call it."""
@@ -96,4 +96,4 @@ class UnevenNode:
                 f"inside join() the workers of a node do different things next ({', '.join(filter(None, found))}): each batch "
                 "needs as many backwards, and steps, on all of them."
             )
-        return found[self.source]
+        return str(found[self.source])

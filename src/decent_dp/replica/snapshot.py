@@ -11,8 +11,8 @@ their next round with nothing in flight. The dict has these entries, and those o
     steps         see ``Replica``
     round, factor, rule, compression    see ``Engine.state_dict``
 
-Where a node is a replica, only the first of its workers has in its snapshot what all of them have in common (``completed`` gives it
-to the others), and the state of the rule and of the compression is that of each worker's shares.
+Where a node is a replica, only the first of its workers has in its snapshot what all of them have in common (``completed``
+gives it to the others), and the state of the rule and of the compression is that of each worker's shares.
 
 Those of older versions also have an exchange in flight (``exchange``, ``link``), which is dropped.
 """
@@ -42,8 +42,8 @@ from decent_dp.replica.shards import local, placed, placement
 __all__ = [
     "ENGINE_ENTRIES",
     "begin_load",
-    "completed",
     "check_scaler_state",
+    "completed",
     "copied",
     "first_loss_scale",
     "put_back",

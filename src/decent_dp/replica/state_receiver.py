@@ -203,7 +203,6 @@ class _Healer(Listener):
         self._last, self._times = engine.round, self._times + 1
         _log.warning("round %d: this replica was not finite, and has the values of worker %d now", engine.round, rank)
 
-
     def _fetch(self, monitor: MembershipMonitor) -> tuple[int, Any]:
         """The rank of a member, and its snapshot. In a node the first worker gets it, for all.
 

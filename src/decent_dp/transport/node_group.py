@@ -36,7 +36,9 @@ def inside_ddp(model: Any) -> tuple[Any, Any]:
 
 
 def ranks_in(group: Any, process_group: Any = None) -> list[int]:
-    """The ranks of the workers of ``group`` in ``process_group`` (None: the default one), or -1."""
+    """The ranks of the workers of ``group`` in ``process_group`` (None: the default one), or -1. None has no workers."""
+    if group is None:
+        return []
     known = dist.get_process_group_ranks(process_group or dist.group.WORLD)
     return [known.index(rank) if rank in known else -1 for rank in dist.get_process_group_ranks(group)]
 

@@ -340,15 +340,17 @@ class ProcessGroupTransport(Transport):
         """The way of a request, by its device, its compression and the size of its edge."""
         ranks = _members(edge)
         group = len(ranks) > 2
-        # NCCL ends the process when a worker dies, and encrypts nothing.
-        over_nccl = (
-            request.sent.is_cuda and self._rendezvous.nccl and self._faults is None and self._rendezvous.encrypt is not True
-        )
+        over_nccl = self.carrier(on_gpus=request.sent.is_cuda) == "NCCL"
         if over_nccl and _is_plain(type(request.compression), group):
             if group:
                 return AllReduceGroups(self._communicator(f"nccl/{ranks}", ranks), self.rank, self._explain)
             return NcclPairs(self._communicator("nccl", range(self.world_size)), self.rank, self._explain)
         return self._exchanges
+
+    def carrier(self, *, on_gpus: bool) -> str:
+        # NCCL ends the process when a worker dies, and encrypts nothing.
+        shared = self._rendezvous
+        return "NCCL" if on_gpus and shared.nccl and self._faults is None and shared.encrypt is not True else "ZeroMQ"
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         return self.choose(edge, request).start(edge, request)
