@@ -110,9 +110,9 @@ bench-net: $(VENV)/.installed  ## training steps over slow links (root, iproute2
 bench-net-long: $(VENV)/.installed  ## the same three times in rotating order, medians: what the documents quote
 	$(BIN)/python -m benchmarks.net --repeat 3
 
-bench-net-nodes: $(VENV)/.installed  ## three nodes of two, the topologies for any number of nodes (20 minutes)
-	$(BIN)/python -m benchmarks.net --setup 3x2-100 --contender alone ddp ours:complete ours:ring ours:random-matching \
-		ours:base-2 'ours:hierarchical*'
+bench-net-nodes: $(VENV)/.installed  ## nodes of two workers: a node as one replica, and other ways (40 minutes)
+	$(BIN)/python -m benchmarks.net --setup 3x2-100 4x2-100 --repeat 3 --contender alone ddp 'gossip:base-2*' worker:base-2 \
+		ours:hierarchical ours:alternating-exp-ring
 
 bench-gossip: $(VENV)/.installed  ## gossip() and the wrapper over slow links (7 minutes)
 	$(BIN)/python -m benchmarks.net --setup 8x1-60 --out benchmarks/results/gossip --contender alone 'ours:one-peer-exp*' \
