@@ -45,19 +45,22 @@ def as_one(cluster: Cluster, job: Job, choice: Choice, timing: Timing, warmup: i
     if job.sharded:
         gather, scatter = (gather_s(nbytes * job.params, BLOCKS) for nbytes in (2, 4))
         slowest = factor.max(axis=2)
-        seconds = np.maximum(slowest * forward, gather) + np.maximum(slowest * backward, gather + scatter)
+        until = np.maximum(slowest * forward, gather)
+        seconds = until + np.maximum(slowest * backward, gather + scatter)
+        forward = float(until[warmup:].mean())
     else:
         shares = np.array(buckets_of(job, Choice(DDP), 0))
-        work, nothing = backward * shares, [0.0] * len(shares)
-        work[0] += forward
+        parts, nothing = backward * shares, [0.0] * len(shares)
+        parts[0] += forward
         summed = collective(cluster, members, "nccl" if nccl else "ring")
         nodes = [
-            Timing(factor[:, node], work.tolist(), nothing, nothing, nothing, (4 * job.params * shares).tolist())
+            Timing(factor[:, node], parts.tolist(), nothing, nothing, nothing, (4 * job.params * shares).tolist())
             for node in range(cluster.n_nodes)
         ]
         ends = [simulate_all_reduce(node, lambda size: all_reduce_s(cluster, summed, size)).ends[:, 0] for node in nodes]
         mixed = 4 * job.params / choice.steps_per_mix
         seconds = np.diff(ends, prepend=0.0).T + gather_s(mixed, math.ceil(mixed / _CHUNK))
     mean = float(seconds[warmup:].mean())
-    longer = [part * mean / computed for part in timing.work]
-    return replace(timing, factor=seconds / mean, work=longer), mean - computed
+    work = (mean - forward) * np.array(timing.bytes) / sum(timing.bytes)
+    work[0] += forward
+    return replace(timing, factor=seconds / mean, work=work.tolist()), mean - computed
