@@ -12,7 +12,7 @@ comma := ,
 OLDEST_PYTHON ?= python3.10
 NEWEST_PYTHON ?= python3.13
 
-.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench holes figures bench-net bench-net-long bench-net-nodes bench-gossip bench-faults-net bench-fast bench-shapes bench-time-to-loss bench-optim bench-coding bench-overhead bench-plan bench-faults bench-slow-faults bench-unequal bench-unequal-sim bench-membership endurance kills chaos-demo bench-checkpoint examples slurm trace gpu docs dist clean
+.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench holes figures bench-net bench-net-long bench-net-nodes bench-gossip bench-faults-net bench-fast bench-shapes bench-time-to-loss bench-optim bench-coding bench-overhead bench-plan plan-nodes bench-faults bench-slow-faults bench-unequal bench-unequal-sim bench-membership endurance kills chaos-demo bench-checkpoint examples slurm trace gpu docs dist clean
 
 help:  ## lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -142,6 +142,9 @@ bench-overhead: $(VENV)/.installed  ## the Python part of a step, per parameter 
 
 bench-plan: $(VENV)/.installed  ## the planner against the lab's results and a published table
 	$(BIN)/python -m benchmarks.plan
+
+plan-nodes: $(VENV)/.installed  ## predicted steps of 4 nodes of 8 GPUs by the bandwidth between them: table and JSON under docs/results/
+	$(BIN)/python -m benchmarks.workbench nodes
 
 bench-faults: $(VENV)/.installed  ## what faults=Tolerate() costs, and what each kind of fault costs the others (6 minutes)
 	$(BIN)/python -m benchmarks.faults

@@ -14,7 +14,7 @@ from .describe import COMPRESSIONS, DDP, DECENT_DP, FSDP, HSDP, Choice, Cluster,
 from .prediction import most_buckets_of, predict
 from .traffic import buckets_of
 
-__all__ = ["candidates", "left_out", "plan", "same_rounds"]
+__all__ = ["candidates", "default_replica", "left_out", "plan", "same_rounds"]
 
 DEFAULT_MB, OTHER_MB = 25.0, (10.0, 50.0)
 # Other bucket sizes change a step by some percent, so they are predicted only for choices that are this near to the fastest.
@@ -33,14 +33,14 @@ def left_out(cluster: Cluster) -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-def _replica(cluster: Cluster, name: str) -> str:
+def default_replica(cluster: Cluster, name: str) -> str:
     """What ``gossip`` makes a replica by default."""
     return "node" if cluster.several_of_several and name not in _OF_WORKERS else "worker"
 
 
 def _size(cluster: Cluster, name: str) -> tuple[int, int]:
     """The number of replicas that a topology connects, and that on a node."""
-    counted = cluster.of_nodes() if _replica(cluster, name) == "node" else cluster
+    counted = cluster.of_nodes() if default_replica(cluster, name) == "node" else cluster
     return counted.world_size, counted.local_world_size
 
 
@@ -74,7 +74,7 @@ def candidates(cluster: Cluster, *, sharded: bool = False) -> list[Choice]:
     if sharded:
         found = [Choice(HSDP), Choice(FSDP)] if cluster.several_of_several else [Choice(FSDP)]
     for name in _names(cluster):
-        replica = _replica(cluster, name)
+        replica = default_replica(cluster, name)
         if name not in same and (replica == "node" or not sharded):
             found += [Choice(DECENT_DP, name, compression, replica=replica) for compression in COMPRESSIONS]
     return found
