@@ -30,7 +30,6 @@ def as_one(cluster: Cluster, job: Job, choice: Choice, timing: Timing, warmup: i
     Returns:
         The timing, and the seconds of a step in which a worker waits for the others.
     """
-    nccl = cluster.backend == "nccl"
     members = range(cluster.world_size if choice.kind == FSDP else cluster.local_world_size)
     ring = collective(cluster, members, "ring")
     computed = float(sum(timing.work))
@@ -52,12 +51,11 @@ def as_one(cluster: Cluster, job: Job, choice: Choice, timing: Timing, warmup: i
         shares = np.array(buckets_of(job, Choice(DDP), 0))
         parts, nothing = backward * shares, [0.0] * len(shares)
         parts[0] += forward
-        summed = collective(cluster, members, "nccl" if nccl else "ring")
         nodes = [
             Timing(factor[:, node], parts.tolist(), nothing, nothing, nothing, (4 * job.params * shares).tolist())
             for node in range(cluster.n_nodes)
         ]
-        ends = [simulate_all_reduce(node, lambda size: all_reduce_s(cluster, summed, size)).ends[:, 0] for node in nodes]
+        ends = [simulate_all_reduce(node, lambda size: all_reduce_s(cluster, ring, size)).ends[:, 0] for node in nodes]
         mixed = 4 * job.params / choice.steps_per_mix
         seconds = np.diff(ends, prepend=0.0).T + gather_s(mixed, math.ceil(mixed / _CHUNK))
     mean = float(seconds[warmup:].mean())

@@ -102,11 +102,8 @@ def predict(cluster: Cluster, job: Job, choice: Choice, *, steps: int | None = N
 
 def _check_unit(cluster: Cluster, job: Job, choice: Choice) -> None:
     if choice.of_nodes and not cluster.several_of_several:
-        n, local = cluster.world_size, cluster.local_world_size
-        raise ValueError(
-            f"{choice.name}: nodes are replicas where there are several of several workers each, got world_size={n} and "
-            f"local_world_size={local}"
-        )
+        sizes = f"world_size={cluster.world_size} and local_world_size={cluster.local_world_size}"
+        raise ValueError(f"{choice.name}: nodes are replicas where several have several workers each, got {sizes}")
     if job.sharded != (choice.kind in (HSDP, FSDP)) and not (job.sharded and choice.of_nodes):
         fix = "take replica='node', 'hsdp' or 'fsdp'" if job.sharded else "it is for a Job with sharded=True"
         raise ValueError(f"{choice.name} does not fit a model that is {'' if job.sharded else 'not '}sharded: {fix}")

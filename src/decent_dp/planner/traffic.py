@@ -14,17 +14,7 @@ from decent_dp.topo import Topology, make_topology
 
 from .describe import FSDP, HSDP, PUSH, Choice, Cluster, Job
 
-__all__ = [
-    "BLOCKS",
-    "RoundTraffic",
-    "Transfer",
-    "all_reduce_s",
-    "buckets_of",
-    "capacities",
-    "collective",
-    "make_rounds",
-    "node_copies",
-]
+__all__ = ["BLOCKS", "RoundTraffic", "Transfer", "all_reduce_s", "buckets_of", "capacities", "collective", "make_rounds"]
 
 # Messages of its groups' trees that a worker requests at a time: one of each other node, within these limits (TCP links).
 _REQUESTED_AT_ONCE, _MOST_REQUESTED = 4, 12
