@@ -502,7 +502,7 @@ LINK, NAN = Link(0, 1e9), float("nan")
         (lambda: Choice(["ddp"]), "kind must be 'ddp', .* or 'push', got"),  # type: ignore[arg-type]
         (lambda: Choice("decent_dp", "ring", replica="host"), "replica must be 'worker' or 'node', got 'host'"),
         (lambda: Choice("ddp", replica="node"), "replica='node' is for kind='decent_dp' only"),
-        (lambda: predict(cluster(4, 4), job(), replace(OPE, replica="node")), "several have several workers each, got world_size=4"),
+        (lambda: predict(cluster(4, 4), job(), replace(OPE, replica="node")), "several workers each, got world_size=4"),
         (lambda: predict(cluster(4), job(), Choice("hsdp")), "several have several workers each"),
         (lambda: predict(cluster(4), job(), Choice("fsdp")), "fsdp does not fit a model that is not sharded: it is for a Job"),
         (lambda: predict(cluster(4, 2), job(sharded=True), OPE), "does not fit a model that is sharded: take replica='node'"),

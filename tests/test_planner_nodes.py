@@ -64,9 +64,10 @@ def test_each_process_codes_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_node_waits_for_its_slowest_worker() -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_node_waits_for_its_slowest_worker(sharded: bool) -> None:
     """Two nodes of 8 mix with each other in each step, so all wait for each other a step later at the latest."""
-    found = predict(cluster(16, 8), job(jitter=0.1), NODE, steps=400)
+    found = predict(cluster(16, 8), job(jitter=0.1, sharded=sharded), NODE, steps=400)
     s = math.sqrt(math.log1p(0.01))
     draws = np.random.default_rng(5).standard_normal((100_000, 16))
     least, most = (90 * np.exp(s * draws[:, :k].max(axis=1) - s * s / 2).mean() for k in (8, 16))
