@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from decent_dp.planner import Choice, Cluster, Job, Link, candidates, plan, predict, recipe
-from decent_dp.replica.shares import describe_node
+from decent_dp.replica.nodes import describe_node
 from decent_dp.topo.registry import names_that_fit
 from tests.test_planner import MIB, cluster, coding, job
 
@@ -123,7 +123,7 @@ def test_candidates_are_what_gossip_makes_by_default() -> None:
     transport: Any = SimpleNamespace(world_size=32, rank=0)
     replicas = {choice.topology: choice.replica for choice in candidates(GPUS) if choice.decentralized}
     for name in names_that_fit(32, 8):
-        node = describe_node(None, name, transport, 8) is not None
+        node = describe_node(None, name, transport, 8, (), "") is not None
         assert replicas.get(name, "node") == ("node" if node else "worker"), name
     assert {"hierarchical", "alternating-exp-ring", "one-peer-exp"} <= set(replicas)
     for made in (cluster(8), cluster(8, 8)):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from decent_dp.topo import TopologyReg, make_topology
 from decent_dp.topo.analysis import MOST_WORKERS, analyse
-from decent_dp.topo.registry import why_unfit
+from decent_dp.topo.registry import counts_replicas, why_unfit
 
 from .describe import COMPRESSIONS, DDP, DECENT_DP, FSDP, HSDP, Choice, Cluster, Job, Prediction
 from .prediction import most_buckets_of, predict
@@ -23,8 +23,6 @@ _NEAR = 1.1
 _SURE = 1.1
 # Predictions that are nearer to each other are a tie.
 _TIE = 0.01
-# Topologies that know of nodes themselves, and count workers.
-_OF_WORKERS = ("hierarchical", "alternating-exp-ring")
 
 
 def left_out(cluster: Cluster) -> dict[str, str]:
@@ -35,7 +33,7 @@ def left_out(cluster: Cluster) -> dict[str, str]:
 
 def default_replica(cluster: Cluster, name: str) -> str:
     """What ``gossip`` makes a replica by default."""
-    return "node" if cluster.several_of_several and name not in _OF_WORKERS else "worker"
+    return "node" if cluster.several_of_several and counts_replicas(name) else "worker"
 
 
 def _size(cluster: Cluster, name: str) -> tuple[int, int]:

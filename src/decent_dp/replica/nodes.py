@@ -13,14 +13,12 @@ from decent_dp._checks import check_choice
 from decent_dp.replica.shared_statistics import sharing
 from decent_dp.rules import DriftCorrection, Rule
 from decent_dp.topo import Topology
+from decent_dp.topo.registry import counts_replicas
 from decent_dp.transport import InProcessTransport, Transport, network_stack
 
 __all__ = ["agree_on_nodes", "describe_node", "why_no_node"]
 
 _log = logging.getLogger(__name__)
-
-# Topologies that know of nodes themselves, and count workers.
-_OF_WORKERS = ("hierarchical", "alternating-exp-ring")
 
 
 def describe_node(
@@ -49,8 +47,7 @@ def describe_node(
         why_not = "the workers of InProcessTransport are threads"
     if replica == "node" and why_not:
         raise ValueError(f"replica='node' does not work here: {why_not}. Leave it out, or pass replica='worker'.")
-    knows_nodes = not isinstance(topology, str) or any(name in topology for name in _OF_WORKERS)
-    if replica == "worker" or (replica is None and (why_not or knows_nodes)):
+    if replica == "worker" or (replica is None and (why_not or not counts_replicas(topology))):
         return None
     return {"rank": transport.rank, "of": replica or "auto", "on_node": on_node, "host": network_stack()}
 

@@ -208,15 +208,15 @@ class Replica(HookedModel):
 
     def describe_replica(self) -> str:
         """What mixes, and over what."""
-        number, shards = self.replicas.place_of(self.world.rank)[0], self.replicas.shards
-        own, between = list(self.replicas.workers_of(number)), f"exchanges over {self.world.carrier(on_gpus=self._on_cuda)}"
-        if shards == 1:
-            return f"replica='worker', {between}"
+        number, carrier = self.replicas.place_of(self.world.rank)[0], self.world.carrier(on_gpus=self._on_cuda)
+        own, between = list(self.replicas.workers_of(number)), f", exchanges over {carrier}" if carrier else ""
+        if len(own) == 1:
+            return f"replica='worker'{between}"
         if self.shares is None:
-            return f"replica: sharded over the workers {own}, {between}"
+            return f"replica: sharded over the workers {own}{between}"
         group = self.shares.group
         by = "by DistributedDataParallel " if group.averages else ""
-        return f"replica='node': the workers {own}, gradients averaged {by}over {group.backend}, {between}"
+        return f"replica='node': the workers {own}, gradients averaged {by}over {group.backend}{between}"
 
     @property
     def averages_gradients(self) -> bool:
