@@ -12,7 +12,7 @@ comma := ,
 OLDEST_PYTHON ?= python3.10
 NEWEST_PYTHON ?= python3.13
 
-.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench holes figures bench-net bench-net-long bench-net-nodes bench-gossip bench-faults-net bench-fast bench-shapes bench-time-to-loss bench-optim bench-coding bench-overhead bench-plan bench-faults bench-slow-faults bench-unequal bench-unequal-sim bench-membership endurance kills chaos-demo bench-checkpoint examples slurm trace gpu docs dist clean
+.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench holes figures bench-net bench-net-long bench-net-nodes bench-gossip bench-faults-net bench-fast bench-shapes bench-time-to-loss bench-optim bench-coding bench-overhead bench-plan plan-nodes bench-faults bench-slow-faults bench-large-join bench-unequal bench-unequal-sim bench-membership endurance kills chaos-demo bench-checkpoint examples slurm trace gpu docs dist clean
 
 help:  ## lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -110,9 +110,9 @@ bench-net: $(VENV)/.installed  ## training steps over slow links (root, iproute2
 bench-net-long: $(VENV)/.installed  ## the same three times in rotating order, medians: what the documents quote
 	$(BIN)/python -m benchmarks.net --repeat 3
 
-bench-net-nodes: $(VENV)/.installed  ## three nodes of two, the topologies for any number of nodes (20 minutes)
-	$(BIN)/python -m benchmarks.net --setup 3x2-100 --contender alone ddp ours:complete ours:ring ours:random-matching \
-		ours:base-2 'ours:hierarchical*'
+bench-net-nodes: $(VENV)/.installed  ## nodes of two workers: a node as one replica, and other ways (40 minutes)
+	$(BIN)/python -m benchmarks.net --setup 3x2-100 4x2-100 --repeat 3 --contender alone ddp 'gossip:base-2*' worker:base-2 \
+		ours:hierarchical ours:alternating-exp-ring
 
 bench-gossip: $(VENV)/.installed  ## gossip() and the wrapper over slow links (7 minutes)
 	$(BIN)/python -m benchmarks.net --setup 8x1-60 --out benchmarks/results/gossip --contender alone 'ours:one-peer-exp*' \
@@ -143,11 +143,17 @@ bench-overhead: $(VENV)/.installed  ## the Python part of a step, per parameter 
 bench-plan: $(VENV)/.installed  ## the planner against the lab's results and a published table
 	$(BIN)/python -m benchmarks.plan
 
+plan-nodes: $(VENV)/.installed  ## predicted steps of 4 nodes of 8 GPUs by the bandwidth between them: table and JSON under docs/results/
+	$(BIN)/python -m benchmarks.workbench nodes
+
 bench-faults: $(VENV)/.installed  ## what faults=Tolerate() costs, and what each kind of fault costs the others (6 minutes)
 	$(BIN)/python -m benchmarks.faults
 
 bench-slow-faults: $(VENV)/.installed  ## faults=Tolerate() at 1, 5 and 10 Mbit/s while a process joins (root, iproute2; 40 minutes)
 	$(BIN)/python -m benchmarks.slow_faults
+
+bench-large-join: $(VENV)/.installed  ## processes join a run with 2 GB of state (root, iproute2; 5 minutes)
+	$(BIN)/python -m benchmarks.large_join
 
 bench-unequal: $(VENV)/.installed  ## what a slow worker costs the others, waiting and with faults=Tolerate() (7 minutes)
 	$(BIN)/python -m benchmarks.unequal

@@ -33,7 +33,7 @@ except ImportError:
 
 from benchmarks.lab import Lab, LabError, launcher_variables, missing, shape
 from benchmarks.limits import step_limit
-from benchmarks.setups import OURS, PARAMETERS, PUBLISHED, WIRE_BYTES, Contender, Setup, choose_contenders
+from benchmarks.setups import OURS, PARAMETERS, PUBLISHED, WIRE_BYTES, Contender, Setup, choose_contenders, of_replicas
 from decent_dp.topo import Topology, make_topology
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -144,19 +144,20 @@ def _environ(lab: Lab, setup: Setup, rank: int, library: Path | None) -> dict[st
 # -- a set-up ---------------------------------------------------------------------------------------------------------
 
 
-def topology_rounds(setup: Setup, name: str) -> list[list[list[int]]]:
+def topology_rounds(setup: Setup, name: str | None) -> list[list[list[int]]]:
     """The groups of each round of a period; of a topology without a period, of its first 64 rounds."""
     made = _topology(setup, name)
     return [[list(edge.ranks) for edge in made.round(t)] for t in range(made.period or 64)]
 
 
-def _topology(setup: Setup, name: str) -> Topology:
+def _topology(setup: Setup, name: str | None) -> Topology:
+    assert name is not None
     return make_topology(name, local_world_size=setup.local, world_size=setup.world_size, rank=0)
 
 
 def whole_periods(setup: Setup, contenders: Sequence[Contender], steps: int) -> int:
     """``steps``, rounded up to whole periods of all contenders that have one, so that no round counts twice as often."""
-    periods = [_topology(setup, contender.topology).period or 1 for contender in contenders if contender.topology]
+    periods = [_topology(of_replicas(setup, c), c.topology).period or 1 for c in contenders if c.topology]
     common = math.lcm(*periods)
     return -(-steps // common) * common
 
@@ -197,8 +198,8 @@ def find_limits(plan: Plan, compute_ms: float | None) -> dict[Contender, float]:
         return {}
     return {
         contender: step_limit(
-            topology_rounds(plan.setup, contender.topology),
-            plan.setup.local,
+            topology_rounds(of_replicas(plan.setup, contender), contender.topology),
+            of_replicas(plan.setup, contender).local,
             PARAMETERS * WIRE_BYTES[contender.wire],
             plan.setup.rate,
             compute_ms,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = [
     "BLOCKS",
@@ -18,6 +18,7 @@ __all__ = [
     "Contender",
     "Setup",
     "choose_contenders",
+    "of_replicas",
 ]
 
 BLOCKS, WIDTH, HIDDEN = 8, 256, 1024
@@ -84,7 +85,9 @@ class Setup:
 
 
 # Kinds of contenders with this library: those of gossip(), and the wrapper, too.
-GOSSIP = ("gossip", "tolerant", "plain")
+GOSSIP = ("gossip", "tolerant", "plain", "worker")
+# Topologies of workers on nodes; with others, gossip() takes a node as one replica.
+OF_WORKERS = ("hierarchical", "alternating-exp-ring")
 OURS = ("ours", *GOSSIP)
 
 
@@ -94,7 +97,7 @@ class Contender:
 
     Attributes:
         kind: 'alone', 'ddp', the published package, 'ours' (the wrapper), 'gossip' (the user's own optimizer), 'tolerant' (the
-            same with ``faults=Tolerate()``) or 'plain' (the same with ``encrypt=False``).
+            same with ``faults=Tolerate()``), 'plain' (the same with ``encrypt=False``) or 'worker' (with ``replica="worker"``).
         topology: of all but the first two.
     """
 
@@ -115,8 +118,8 @@ class Contender:
         if len(rest) not in fits or (len(rest) == 2 and rest[1] not in WIRE_BYTES):
             raise ValueError(
                 f"a contender is alone, ddp, {PUBLISHED}:TOPOLOGY, ours:TOPOLOGY[:{'|'.join(WIRE_BYTES)}] (the wrapper) or "
-                f"gossip:TOPOLOGY[:…] (the user's own optimizer), tolerant:TOPOLOGY[:…] (with faults=) or "
-                f"plain:TOPOLOGY[:…] (with encrypt=False); got {name!r}"
+                f"gossip:TOPOLOGY[:…] (the user's own optimizer), tolerant:TOPOLOGY[:…] (with faults=), "
+                f"plain:TOPOLOGY[:…] (with encrypt=False) or worker:TOPOLOGY[:…] (with replica='worker'); got {name!r}"
             )
         return cls(kind, *rest)
 
@@ -124,6 +127,12 @@ class Contender:
     def name(self) -> str:
         parts = [self.kind, self.topology, None if self.wire == "float32" else self.wire]
         return ":".join(part for part in parts if part)
+
+
+def of_replicas(setup: Setup, contender: Contender) -> Setup:
+    """The nodes and workers that the contender's topology counts."""
+    by_node = contender.kind in GOSSIP and contender.kind != "worker" and contender.topology not in OF_WORKERS
+    return replace(setup, local=1) if by_node and setup.nodes > 1 else setup
 
 
 def catalogue(setup: Setup) -> list[Contender]:
@@ -134,12 +143,17 @@ def catalogue(setup: Setup) -> list[Contender]:
     fitting = names_that_fit(setup.world_size, setup.local)
     names = [name for name in fitting if setup.world_size > 2 or name in ("complete", "one-peer-exp")]
     published = [name for name in names if name in PUBLISHED_TOPOLOGIES]
+    replicas: list[str] = []
+    if setup.nodes > 1 < setup.local:  # a node is a replica, but with these topologies
+        replicas = [*(name for name in names_that_fit(setup.nodes, 1) if name not in OF_WORKERS), *OF_WORKERS]
+        replicas = [name for name in replicas if name in names or name not in OF_WORKERS]
     return [
         Contender("alone"),
         Contender("ddp"),
         # With one worker per node the published package has groups of one here, and divides by zero.
         *(Contender(PUBLISHED, name) for name in published if name != "alternating-exp-ring" or setup.local > 1),
-        *(Contender(kind, name, wire) for kind in ("ours", "gossip") for name in names for wire in WIRE_BYTES),
+        *(Contender("ours", name, wire) for name in names for wire in WIRE_BYTES),
+        *(Contender("gossip", name, wire) for name in (replicas or names) for wire in WIRE_BYTES),
     ]
 
 
@@ -157,7 +171,8 @@ def default_contenders(setup: Setup) -> list[Contender]:
         Contender("ddp"),
         *(Contender(PUBLISHED, name) for name in published),
         *(Contender("ours", name) for name in others),
-        *(Contender(kind, best, wire) for kind in ("ours", "gossip") for wire in WIRE_BYTES),
+        *(Contender("ours", best, wire) for wire in WIRE_BYTES),
+        *(Contender("gossip", "base-2" if setup.nodes > 1 < setup.local else best, wire) for wire in WIRE_BYTES),
     ]
 
 

@@ -1,11 +1,12 @@
 """Measures the documents' numbers about topologies: ``python -m benchmarks.workbench``, or ``make workbench``; ten minutes.
 
-Four experiments, each written as NAME.json, NAME.md and NAME.png under docs/results/:
+Five experiments, each written as NAME.json, NAME.md and NAME.png under docs/results/:
 
 * ``topologies``: the mixing of the rounds of each topology, from its matrices;
 * ``uneven-data``: digits on 16 simulated workers, with the classes dealt out evenly and unevenly;
 * ``workers``: digits on 6 to 192 simulated workers, with the same number of samples per step in all;
-* ``step-times``: the planner's predictions for 8 to 64 workers on two clusters.
+* ``step-times``: the planner's predictions for 8 to 64 workers on two clusters;
+* ``nodes``: the planner's predictions for 4 nodes of 8 GPUs by the bandwidth between them (no plot).
 
     python -m benchmarks.workbench workers --seeds 0        # one of them, quicker
 """
@@ -24,11 +25,11 @@ from typing import Any
 import torch
 
 from benchmarks.report import machine
-from decent_dp.planner import Choice, Cluster, Job, Link, predict
+from decent_dp.planner import Choice, Cluster, Job, Link, default_replica, left_out, more_steps, predict
 from decent_dp.sim import Simulation, run
 from decent_dp.topo import make_topology
 from decent_dp.topo.analysis import analyse, consensus_error
-from decent_dp.topo.registry import names_that_fit, why_unfit
+from decent_dp.topo.registry import names_that_fit
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -55,6 +56,19 @@ INTRA = Link.of_gbit(200, 5)
 CLUSTERS = [("4 per node, 25 Gbit/s", 4, Link.of_gbit(25, 20)), ("1 per node, 1 Gbit/s", 1, Link.of_gbit(1, 50))]
 PLANNED = (8, 16, 24, 32, 48, 64)
 TIMED = ("ddp", "complete", "ring", "base-2", "alternating-exp-ring", "hierarchical")
+
+# Four nodes of 8 GPUs with NVLink 3. The step of 7 billion parameters is that of 16,384 tokens on an H100: torchtitan's
+# docs/performance.md has 6,667 tokens per second with 8.03 billion parameters, FSDP over 8 GPUs and torch.compile.
+NODES, PER_NODE, NVLINK = 4, 8, Link.of_gbit(2400, 5)
+BETWEEN = (10, 25, 100, 200, 400)
+JOBS = {"350 M": Job.of_step(350e6, 400.0), "7 B, sharded inside nodes": Job.of_step(7e9, 2140.0, sharded=True)}
+OVER_NODES = {
+    f"gossip(){words}": Choice("decent_dp", "base-2", compression, replica="node")
+    for words, compression in (("", None), (", bfloat16", "bfloat16"), (", int8", "int8"))
+}
+# Many steps, so that a queue that grows slowly is full. A step is as fast as another within a hundredth.
+NODE_STEPS, AS_FAST = 200, 1.01
+LIMITS = ("as_fast_from", "as_good_from")
 
 # Okabe and Ito's colours; the same for a name in every figure.
 STYLES: dict[str, tuple[str, Any]] = {
@@ -263,9 +277,11 @@ def step_times(out: Path, seeds: Sequence[int]) -> None:
     for (cluster, local, inter), n in itertools.product(CLUSTERS, PLANNED):
         links = Cluster(n, local, inter, INTRA, backend="nccl" if local > 1 else "gloo")
         for name in TIMED:
-            if name != "ddp" and why_unfit(name, n, local) is not None:
+            if name != "ddp" and name in left_out(links):
                 continue
-            choice = Choice("ddp") if name == "ddp" else Choice("decent_dp", name)
+            choice = Choice("ddp")
+            if name != "ddp":
+                choice = Choice("decent_dp", name, replica=default_replica(links, name))
             found = [predict(links, JOB, choice, seed=seed) for seed in seeds]
             lines.append(
                 {"cluster": cluster, "workers": n, "contender": name, "step_ms": fmean(each.step_ms for each in found)}
@@ -284,7 +300,52 @@ def step_times(out: Path, seeds: Sequence[int]) -> None:
     write_lines(out / "step-times.png", panels, "workers")
 
 
-EXPERIMENTS = {"topologies": topologies, "uneven-data": uneven_data, "workers": workers, "step-times": step_times}
+def nodes(out: Path, seeds: Sequence[int]) -> None:
+    """Predicted steps by the bandwidth between nodes, and that from which on PyTorch's own are as good."""
+
+    def step_ms(job: Job, choice: Choice, gbit: float) -> float:
+        links = Cluster(NODES * PER_NODE, PER_NODE, Link.of_gbit(gbit, 20), NVLINK, backend="nccl")
+        return predict(links, job, choice, steps=NODE_STEPS, seed=seeds[0]).step_ms
+
+    def best_ms(job: Job, gbit: float) -> float:
+        return min(step_ms(job, Choice(kind), gbit) for kind in (("hsdp", "fsdp") if job.sharded else ("ddp",)))
+
+    def as_good_from(job: Job, choice: Choice, steps: float) -> float:
+        """Gbit/s from which on PyTorch's own take at most the time of so many times their steps with ``choice``."""
+        low, high = 1.0, 1e5
+        while high > 1.005 * low:
+            middle = (low * high) ** 0.5
+            good = best_ms(job, middle) <= steps * step_ms(job, choice, middle)
+            low, high = (low, middle) if good else (middle, high)
+        return high
+
+    lines: list[dict[str, Any]] = []
+    for name, job in JOBS.items():
+        own = {kind.upper(): Choice(kind) for kind in (("hsdp", "fsdp") if job.sharded else ("ddp",))}
+        for contender, choice in {**own, **OVER_NODES}.items():
+            line: dict[str, Any] = {"model": name, "contender": contender}
+            line["step_ms"] = {gbit: round(step_ms(job, choice, gbit), 1) for gbit in BETWEEN}
+            if choice.decentralized:
+                line["as_fast_from"] = as_good_from(job, choice, AS_FAST)
+                line["as_good_from"] = as_good_from(job, choice, more_steps(choice, job))
+            lines.append(line)
+    headings = ["model", "contender", *(f"{gbit} Gbit/s" for gbit in BETWEEN)]
+    headings += ["PyTorch's step as fast from", "the same loss as early from"]
+    rows = []
+    for line in lines:
+        limits = [f"{line[key]:.2g}" if line[key] < 100 else f"{round(line[key], -1):.0f}" for key in LIMITS if key in line]
+        numbers = [f"{line['step_ms'][gbit]:,.0f}" for gbit in BETWEEN] + [f"{limit} Gbit/s" for limit in limits]
+        rows.append([line["model"], line["contender"], *numbers, *[""] * (len(LIMITS) - len(limits))])
+    write(out, "nodes", lines, {"seeds": list(seeds[:1])}, markdown(headings, rows, words=2))
+
+
+EXPERIMENTS = {
+    "topologies": topologies,
+    "uneven-data": uneven_data,
+    "workers": workers,
+    "step-times": step_times,
+    "nodes": nodes,
+}
 
 
 def run_experiments(description: str, experiments: Mapping[str, Callable[[Path, Sequence[int]], None]]) -> None:

@@ -135,6 +135,8 @@ def load_wrapper(contender: Contender, library: Path | None) -> Any:
         return partial(decent_dp.gossip, faults=decent_dp.Tolerate())
     if contender.kind == "plain":
         return partial(decent_dp.gossip, encrypt=False)
+    if contender.kind == "worker":
+        return partial(decent_dp.gossip, replica="worker")
     return decent_dp.gossip if contender.kind == "gossip" else DecentralizedDataParallel
 
 

@@ -265,8 +265,8 @@ BREAKAGES = [
     Breakage(
         "the workers of a replica go on in different rounds",
         "replica/mates.py",
-        "target, known = map(max,",
-        "target, known = map(min,",
+        "target, nonfinite, known = map(max,",
+        "target, nonfinite, known = map(min,",
     ),
     Breakage(
         "an epoch before the whole replica knows it",

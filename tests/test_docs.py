@@ -597,16 +597,14 @@ def test_the_committed_times_keep_the_promises():
 
 def test_the_readme_says_what_is_predicted_for_nodes_of_several_workers():
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    command, predicted = re.findall(r"`decent-dp (plan [^`]*)` predicts ([^`]*)`topology=\"hierarchical\"`", text)[0]
+    command, predicted = re.findall(r"`decent-dp (plan [^`]*)` predicts ([^`]*)`gossip\(\)`", text)[0]
     done = subprocess.run(
         [sys.executable, "-m", "decent_dp", *command.split(), "--json"], capture_output=True, text=True, timeout=100
     )
     plan = json.loads(done.stdout)
     ms = {row["name"]: f"{row['step_ms']:,.0f}" for row in plan["predictions"]}
     assert "base-2" in json.dumps(plan["same_rounds"])
-    assert (
-        predicted == f"{ms['ddp']} ms per step with DDP, {ms['one-peer-exp']} with the default, and {ms['hierarchical']} with "
-    )
+    assert predicted == f"{ms['ddp']} ms per step with DDP, and {ms['one-peer-exp, node']} with "
 
 
 def test_the_page_of_results_shows_the_committed_results():

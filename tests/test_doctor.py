@@ -453,6 +453,22 @@ def test_no_number_is_cut(n: int, columns: str, capsys: pytest.CaptureFixture[st
         assert re.search(rf"^{re.escape(line)}$", text, re.MULTILINE)
 
 
+def test_where_nodes_have_several_workers_the_advice_is_about_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    cards = [{"host": "h", "device": "cpu", "python": "3", "torch": "2", "decent_dp": "1"}] * 8
+
+    def said(nodes: list[int]) -> str:
+        found = {(a, b): Pair(70e-6, 1e10 if nodes[a] == nodes[b] else 125e6) for a, b in combinations(range(8), 2)}
+        doctor._report(doctor._document(cards, nodes, "gloo", found, 1.0), None)
+        return capsys.readouterr().out
+
+    text = said([0] * 4 + [1] * 4)
+    assert "the 4 workers of a node are one (replica='node', the default), and send one copy" in text
+    # 100 million parameters of four bytes at 125 MB/s.
+    assert "take 3,200 ms, with compression='bfloat16' 1,600 ms, with 'int8' 800 ms." in text
+    for nodes in (list(range(8)), [0] * 8, [0] * 3 + [1] * 5):
+        assert "replica" not in said(nodes)
+
+
 def test_many_pairs_that_do_not_reach_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     cards = [{"host": "h", "device": "cpu", "python": "3", "torch": "2", "decent_dp": "1"}] * 8
     found = {pair: found if pair[0] // 4 == pair[1] // 4 else Pair(error="no way") for pair, found in pairs(8, 4).items()}

@@ -5,20 +5,36 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import decent_dp
 from decent_dp.optim import GossipAdamW
-from decent_dp.rules import OuterNesterov
+from decent_dp.rules import DriftCorrection, OuterNesterov
 from decent_dp.transport import run_replicas
 from tests.helpers import assert_same
-from tests.sharded_cases import ADAMW, SGD, Case, Odd, Unsharded, assert_close, inputs, made, scaler_of, step, train, values
+from tests.sharded_cases import (
+    ADAMW,
+    SGD,
+    Case,
+    Odd,
+    Unsharded,
+    assert_close,
+    ended,
+    inputs,
+    made,
+    scaler_of,
+    step,
+    train,
+    values,
+)
 from tests.test_sharded import SITUATIONS, situation, unsharded
 
 CASES = {
@@ -35,7 +51,7 @@ CASES = {
     "low-rank": Case({"compression": "low-rank:4"}, tolerance=0.05, steps=15),
     # Statistics are rows and columns of whole matrices.
     "gossip-adamw": Case({}, partial(GossipAdamW, lr=0.01), clip=0.3, steps=11),
-    # "drift": Case({"rule": DriftCorrection()}, partial(GossipAdamW, lr=0.01), clip=0.3, tolerance=1e-5),
+    "drift": Case({"rule": DriftCorrection()}, ADAMW),
 }
 
 
@@ -62,8 +78,7 @@ class OfNode:
                 (scale * self.loss(100 * i + t) / self.case.window).backward()
 
     def move(self) -> None:
-        for param in self.model.parameters():  # converted, it would lose DDP's hooks
-            param.data = param.data.clone()
+        self.model.double().float()
 
     def looked_at(self, t: int) -> float:
         with torch.no_grad():
@@ -110,6 +125,69 @@ def test_situations(workers):
             assert_close(found[rank][number], wanted[rank // 2], case.tolerance, f"{name}, worker {rank}")
 
 
+UNEVEN = {
+    # Batches of each worker: of the first node, of the second.
+    "momentum": (Case({"topology": "complete"}), [(5, 3), (2, 0)]),
+    "adamw": (Case({}, ADAMW, clip=0.3), [(1, 4), (4, 4)]),
+    "scaled": (Case({"mix_every": 2}, scaled=True), [(0, 3), (5, 5)]),
+    "statistics": (Case({}, partial(GossipAdamW, lr=0.01)), [(6, 8), (8, 2)]),
+}
+
+
+def step_of(run: Any, losses: Callable[[], list[Tensor]], workers: int = 1) -> None:
+    for optimizer in run.optimizers:
+        optimizer.zero_grad()
+    scale = 1.0 if run.scaler is None else run.scaler.get_scale() or 256.0
+    for loss in losses():
+        (loss * scale).backward()
+    for param in run.model.parameters() if workers > 1 else ():
+        if param.grad is not None:
+            param.grad /= workers
+    if run.scaler is not None:
+        run.scaler.scale(torch.zeros(()))
+        run.scaler.unscale_(run.optimizers[0])
+    if run.case.clip:
+        nn.utils.clip_grad_norm_(run.model.parameters(), run.case.clip)
+    if run.scaler is None:
+        run.optimizers[0].step()
+    else:
+        run.scaler.step(run.optimizers[0])
+        run.scaler.update()
+
+
+def uneven_node(rank: int, n: int) -> list[Any]:
+    found = []
+    for case, batches in UNEVEN.values():
+        run = OfNode(case, 2)
+        for _ in range(2):
+            with run.gossip.join():
+                for t in range(batches[run.replica][run.place]):
+                    step_of(run, lambda run=run, t=t: [run.loss(t)])
+        step_of(run, lambda run=run: [run.loss(9)])  # with one optimizer state in a node
+        found.append(ended(run, []))
+    return found
+
+
+def uneven_worker(transport: Any, name: str) -> Any:
+    case, batches = UNEVEN[name]
+    run = Unsharded(case, transport, 2)
+    own = batches[run.replica]
+    for _ in range(2):
+        with run.gossip.join():
+            for t in range(max(own)):
+                step_of(run, lambda t=t: [loss for loss, count in zip(run.losses(t), own, strict=True) if t < count], 2)
+    step_of(run, lambda: run.losses(9), 2)
+    return ended(run, [])
+
+
+def test_uneven_inputs_inside_a_node(workers):
+    found = workers(4, uneven_node)
+    for number, name in enumerate(UNEVEN):
+        wanted = run_replicas(2, partial(uneven_worker, name=name))
+        for rank in range(4):
+            assert_close(found[rank][number], wanted[rank // 2], 1e-6, f"{name}, worker {rank}")
+
+
 def makes(rank: int, n: int) -> list[str]:
     """What each way to ask for it makes."""
     from torch.nn.parallel import DistributedDataParallel
@@ -125,8 +203,13 @@ def makes(rank: int, n: int) -> list[str]:
         {"local_world_size": 2, "replica": "nodes"},
         {"local_world_size": 2, "topology": "hierarchical"},
         {"inner": 2},
+        {"inner": 2, "process_group": [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]},
         {"inner": 4},
         {"inner": 2, "replica": "worker"},
+        {"local_world_size": 2, "rule": DriftCorrection(), "optimizer": GossipAdamW},
+        {"local_world_size": 2, "rule": DriftCorrection(), "optimizer": GossipAdamW, "replica": "node"},
+        {"local_world_size": 2, "rule": DriftCorrection()},
+        {"local_world_size": 2, "replica": "node" if rank < 2 else "worker"},
     ]
     groups = {2: [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2], 4: None}
     found = []
@@ -134,10 +217,16 @@ def makes(rank: int, n: int) -> list[str]:
         options, model = dict(way), Odd(0)
         wrapped = DistributedDataParallel(model, process_group=groups[options.pop("inner")]) if "inner" in options else model
         try:
-            gossip = decent_dp.gossip(wrapped, SGD(model.parameters()), **options)
+            gossip = decent_dp.gossip(wrapped, options.pop("optimizer", SGD)(model.parameters()), **options)
             wrapped(inputs(0, rank)[0]).sum().backward()
             gossip.optimizers[0].step()
             found.append(str(gossip.replicas.workers))
+            own = list(gossip.replicas.workers_of(rank // 2))
+            is_node = len(own) == 2
+            how = "averaged by DistributedDataParallel over gloo" if "inner" in way else "averaged over gloo"
+            said = f"replica='node': the workers {own}, gradients {how}, " if is_node else "replica="
+            assert said in repr(gossip)
+            assert "exchanges over ZeroMQ)" in repr(gossip)
             gossip.close()
         except (ValueError, TypeError) as error:
             found.append(str(error))
@@ -150,12 +239,109 @@ def test_what_is_a_replica(workers):
     assert all(one == found[0] for one in found)
     texts = iter(found[0])
     assert [next(texts) for _ in range(5)] == [nodes, each, each, "((0, 1, 2, 3),)", each]
-    assert "2 on the node of worker 0 and 1 on that of worker 2" in next(texts)
-    assert "nodes must have equally many" in next(texts)
+    assert "of 4 workers 2 are on the node of worker 0, and 1 on that of worker 2" in next(texts)
+    assert "of 4 workers 3 are on the node of worker 0. Start as many on each node" in next(texts)
     assert "'nodes'" in next(texts)
-    assert (next(texts), next(texts)) == (each, nodes)
-    assert "over all 4 workers" in next(texts)
-    assert "over 2 workers" in next(texts)
+    assert [next(texts) for _ in range(3)] == [each, nodes, nodes]
+    assert "over 4 of 4 workers, which averages its gradients: that is one replica" in next(texts)
+    assert "over 2 of 4 workers, which averages its gradients, and replica='worker' was given" in next(texts)
+    assert next(texts) == each
+    assert "with DriftCorrection, GossipAdamW needs the drift of whole parameters" in next(texts)
+    assert next(texts) == nodes
+    assert "was given to worker 0, and not to worker 2" in next(texts)
+
+
+class Branches(nn.Module):
+    """Parts that a loss may leave out, one that is called without the whole, and one that is run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.never = nn.Linear(6, 5), nn.Linear(6, 5), nn.Linear(2, 2)
+        self.inner, self.out = nn.Linear(5, 5), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor, way: str) -> Tensor:
+        if way == "checkpoint":
+            x = checkpoint(lambda x: torch.tanh(self.first(x)), x.requires_grad_(), use_reentrant=True)
+            x = checkpoint(lambda x: torch.tanh(self.inner(x)), x, use_reentrant=True)
+        else:
+            x = torch.tanh(self.inner(torch.tanh((self.second if way == "second" else self.first)(x))))
+        return self.out(x)
+
+    def loss(self, x: Tensor, y: Tensor, way: str) -> Tensor:
+        if way == "twice":
+            return (self(x, "first") - y).square().mean() + (self(x, "second") - y).square().mean()
+        if way == "part":
+            return torch.tanh(self.first(x)).square().mean()
+        return (self(x, way) - y).square().mean()
+
+
+# By step, for each worker of the node. "none": a forward without a backward.
+WAYS = [("first", "first"), ("second", "first"), ("first", "second"), ("twice", "part"), ("part", "part"), ("checkpoint",) * 2]
+WAYS += [("none", "none"), ("checkpoint", "second"), ("second", "second"), ("first", "part")]
+
+
+def branches(rank: int, n: int, bucket: float) -> dict[str, Tensor]:
+    model = Branches()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    decent_dp.gossip(model, optimizer, local_world_size=n, replica="node", bucket_size_in_mb=bucket)
+    for t, ways in enumerate(WAYS):
+        optimizer.zero_grad()
+        x, y = (part.chunk(2)[rank] for part in inputs(t, 0))
+        loss = model.loss(x, y, ways[rank].replace("none", "first"))
+        if ways[rank] != "none":
+            loss.backward()
+            optimizer.step()
+    assert model.never.weight.grad is None
+    return values(model)
+
+
+@pytest.mark.parametrize("bucket", [25, 0])
+def test_any_part_of_a_model_may_be_used(workers, bucket):
+    found = workers(2, branches, bucket)
+    model = Branches()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for t, ways in enumerate(WAYS):
+        if "none" in ways:
+            continue
+        optimizer.zero_grad()
+        for x, y, way in zip(*(part.chunk(2) for part in inputs(t, 0)), ways, strict=True):
+            (model.loss(x, y, way) / 2).backward()
+        optimizer.step()
+    for name, value in values(model).items():
+        assert torch.equal(found[0][name], found[1][name])
+        torch.testing.assert_close(found[0][name], value, rtol=1e-6, atol=1e-6)
+
+
+def misuse(rank: int, n: int) -> list[str]:
+    """Steps with gradients that the node has not averaged."""
+    found = []
+
+    def fails(act: Callable[[OfNode], object]) -> None:
+        run = OfNode(Case(), 2)
+        with pytest.raises(RuntimeError) as raised:
+            act(run)
+        found.append(str(raised.value))
+
+    def unsynced(run: OfNode) -> None:
+        with run.gossip.no_sync():
+            run.loss(0).backward()
+        run.optimizers[0].step()
+
+    def within(run: OfNode) -> None:
+        run.model.first.weight.register_post_accumulate_grad_hook(lambda _: run.optimizers[0].step())
+        run.loss(0).backward()
+
+    fails(unsynced)
+    fails(within)
+    return found
+
+
+def test_steps_with_gradients_of_one_worker(workers):
+    found = workers(2, misuse)
+    assert found[0] == found[1]
+    assert "no_sync(): leave the last backward" in found[0][0]
+    assert "inside a backward" in found[0][1]
 
 
 def copies(rank: int, n: int) -> dict[str, Tensor]:

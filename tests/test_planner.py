@@ -28,8 +28,8 @@ OPE = Choice("decent_dp", "one-peer-exp")
 MIB = 2**20
 
 
-def job(params: float = 10e6, compute_ms: float = 90.0, optimizer_ms: float = 0.0, jitter: float = 0.0) -> Job:
-    return Job.of_step(params, compute_ms, optimizer_ms=optimizer_ms, jitter=jitter)
+def job(params: float = 10e6, compute_ms: float = 90.0, optimizer_ms: float = 0.0, jitter: float = 0.0, **rest: Any) -> Job:
+    return Job.of_step(params, compute_ms, optimizer_ms=optimizer_ms, jitter=jitter, **rest)
 
 
 def cluster(n: int, local: int = 1, rate: float = math.inf, inside: float = math.inf, **rest: Any) -> Cluster:
@@ -383,11 +383,12 @@ def test_jitter_hurts_ddp_more_than_pairs() -> None:
 
 
 def test_a_plan_ranks_all_that_fits() -> None:
-    made = Cluster(8, 4, Link(20e-6, 3e9), Link(5e-6, 20e9))
+    made = Cluster(16, 4, Link(20e-6, 3e9), Link(5e-6, 20e9))
     found = plan(made, job(params=65e6))
     names = {prediction.name for prediction in found}
     assert names == {choice.name for choice in candidates(made)}
-    assert {"ddp", "ring", "one-peer-exp, int8", "alternating-exp-ring, bfloat16"} <= names
+    assert {"ddp", "ring, node", "one-peer-exp, node, int8", "alternating-exp-ring, bfloat16", "hierarchical"} <= names
+    assert "one-peer-exp" not in names
     for first, second in itertools.pairwise(found):
         assert second.step_ms > first.step_ms / 1.011  # ties aside
     for each in found:
@@ -416,7 +417,7 @@ def test_a_misfit_is_left_out_with_the_reason() -> None:
     made = cluster(6, 2)
     assert "power of two" in left_out(made)["one-peer-exp"]
     names = {found.name for found in plan(made, job())}
-    assert "ring" in names
+    assert "ring, node" in names
     assert not any("one-peer-exp" in name for name in names)
     with pytest.raises(ValueError, match="power of two"):
         plan(made, job(), [OPE])
@@ -485,7 +486,7 @@ LINK, NAN = Link(0, 1e9), float("nan")
         (lambda: Job(1e6, 1, 1, jitter=1.5), "jitter must be below 1, got 1.5"),
         (lambda: Job.of_step(1e6, 0), "step_ms must be a number above 0, got 0"),
         (lambda: Job.of_step(1e6, 5, optimizer_ms=6), "optimizer_ms=6 is more than step_ms=5"),
-        (lambda: Choice("theirs"), "kind must be 'ddp', 'decent_dp' or 'push', got 'theirs'"),
+        (lambda: Choice("theirs"), "kind must be 'ddp', 'hsdp', 'fsdp', 'decent_dp' or 'push', got 'theirs'"),
         (lambda: Choice("decent_dp"), "topology must be a name or a Topology, got None"),
         (lambda: Choice("ddp", "ring"), "topology='ring' is for kind='decent_dp' only, got kind='ddp'"),
         (lambda: Choice("decent_dp", "ring", "int4"), "Choice: compression must be None .*, got 'int4'"),
@@ -498,7 +499,13 @@ LINK, NAN = Link(0, 1e9), float("nan")
         (lambda: predict(cluster(4, rate=1.0), job(params=1e12), OPE), "a step would take years"),
         (lambda: Link(0, 1e-320), "bytes_per_s must be a number of at least 1, got 1e-320"),
         (lambda: Cluster(8, 2, LINK, LINK, backend=["gloo"]), "backend must be 'gloo' or 'nccl', got \\['gloo'\\]"),  # type: ignore[arg-type]
-        (lambda: Choice(["ddp"]), "kind must be 'ddp', 'decent_dp' or 'push', got"),  # type: ignore[arg-type]
+        (lambda: Choice(["ddp"]), "kind must be 'ddp', .* or 'push', got"),  # type: ignore[arg-type]
+        (lambda: Choice("decent_dp", "ring", replica="host"), "replica must be 'worker' or 'node', got 'host'"),
+        (lambda: Choice("ddp", replica="node"), "replica='node' is for kind='decent_dp' only"),
+        (lambda: predict(cluster(4, 4), job(), replace(OPE, replica="node")), "several workers each, got world_size=4"),
+        (lambda: predict(cluster(4), job(), Choice("hsdp")), "several have several workers each"),
+        (lambda: predict(cluster(4), job(), Choice("fsdp")), "fsdp does not fit a model that is not sharded: it is for a Job"),
+        (lambda: predict(cluster(4, 2), job(sharded=True), OPE), "does not fit a model that is sharded: take replica='node'"),
         (lambda: Choice("decent_dp", "ring", ["int8"]), "compression must be None .*, got \\['int8'\\]"),  # type: ignore[arg-type]
         (lambda: predict(cluster(4), job(), Choice("decent_dp", "rong")), "unknown topology 'rong': did you mean 'ring'"),
     ],

@@ -82,7 +82,7 @@ ROWS = {
     "some coding": Row(cluster(2), replace(OPE, compression="int8"), "compute",
                        "behind 95 ms of computation, of which 5.0 ms are coding", coding=0.5),
     "through the CPU": Row(cluster(2, rate=1e12, backend="nccl"), replace(OPE, compression="int8"), "the CPU and TCP",
-                           "a worker's CPU moves its messages for 1000 ms per round; 710 ms per step are waited for; "
+                           "a worker's CPU moves its messages for 4000 ms per round; 3710 ms per step are waited for; "
                            "int8 goes through the CPU and TCP, not NCCL", job(params=1e9), coding=0.0),
     "partners": Row(cluster(16, rate=40e9), OPE, "compute", "short (1.0 ms per round), but partners wait for each other: ",
                     job(jitter=0.5)),
@@ -249,8 +249,10 @@ def test_a_composition_mixes_as_its_last_part() -> None:
     assert mixing["complete:500,ring"] == pytest.approx(ring)
     assert mixing["ring:500,one-peer-exp"] == pytest.approx(0, abs=1e-9)
     assert mixing["RingTopology, every 4 updates"] == pytest.approx(ring**0.25)
-    random = analyse(topology("random-matching", 8)).rate
-    assert mixing[f"{given[3].title()}"] == pytest.approx(random ** (1 / 20))  # type: ignore[union-attr]
+    random = analyse(topology("random-matching", 16)).rate
+    assert mixing[f"{given[3].title()}"] is None  # type: ignore[union-attr]  # exact at some time, by chance
+    many = plan(cluster(16), job(), [Choice("decent_dp", topology("random-matching", 16).every(20))])
+    assert many[0].mixing == pytest.approx(random ** (1 / 20))
     assert predict(cluster(8), job(), Choice("ddp")).mixing == 0
 
 
@@ -276,6 +278,7 @@ def test_messages_go_where_the_transport_sends_them(name: str, wire: Any) -> Non
     made, choice = cluster(8, 4, backend="nccl"), Choice("decent_dp", name, wire.name)
     chooser: Any = SimpleNamespace(_rendezvous=SimpleNamespace(nccl=True, encrypt=None), _faults=None, _exchanges="TCP",
                                    world_size=8, rank=0, _explain=None, _communicator=lambda name, ranks: name)  # fmt: skip
+    chooser.carrier = lambda on_gpus: ProcessGroupTransport.carrier(chooser, on_gpus=on_gpus)
     request: Any = SimpleNamespace(compression=object.__new__(wire), sent=SimpleNamespace(is_cuda=True))
     for round_ in make_rounds(made, choice):
         for exchange in round_.transfers:
@@ -285,26 +288,27 @@ def test_messages_go_where_the_transport_sends_them(name: str, wire: Any) -> Non
 
 
 def test_a_detour_costs_what_the_processor_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gigabyte a second, two copies at ten and a handshake; alone in rounds that make it, and never on gloo."""
+    """0.7 gigabytes a second, encrypted 0.25, two copies at ten and a handshake; in rounds that make it, and never on gloo."""
     work = job(params=100e6)
     with monkeypatch.context() as patch:
         coding(patch, 0.0)
         _check_detours(work)
-    # Coding is charged as on a processor, as it was not measured.
-    free = predict(cluster(4, backend="nccl"), work, replace(OPE, compression="int8"))
-    assert free.compute_ms == pytest.approx(90 + 350 + 20, rel=0.01)
-    assert "of which 370 ms are coding" in free.reason
+    # Coding takes a GPU a fiftieth of what it takes a processor.
+    free = predict(cluster(4, 4, backend="nccl"), replace(work, forward_ms=130), replace(OPE, compression="int8"))
+    assert free.step_ms == pytest.approx(190 + 7 + 20, rel=0.01)
+    assert "of which 27 ms are coding" in free.reason
 
 
 def _check_detours(work: Job) -> None:
-    made = cluster(4, backend="nccl")
+    made = cluster(4, 4, backend="nccl")
     int8 = replace(OPE, compression="int8")
-    assert predict(made, work, int8).step_ms == pytest.approx(90 + 20, rel=0.01)
-    assert predict(made, replace(work, forward_ms=1, backward_ms=1), int8).step_ms == pytest.approx(100, rel=0.05)
+    assert predict(made, replace(work, forward_ms=130), int8).step_ms == pytest.approx(190 + 20, rel=0.01)
+    assert predict(made, work, int8).step_ms == pytest.approx(100 / 0.7, rel=0.05)
+    assert predict(cluster(4, backend="nccl"), work, int8).step_ms == pytest.approx(400, rel=0.05)
     assert predict(made, work, OPE).step_ms == pytest.approx(90)
     assert predict(replace(made, backend="gloo"), work, int8).step_ms == pytest.approx(90)
     group = predict(made, work, Choice("decent_dp", "complete", "bfloat16"))
-    assert group.step_ms == pytest.approx(200 * 1.5, rel=0.02)
+    assert group.step_ms == pytest.approx(200 / 0.7 * 1.5, rel=0.02)
     assert {e.latency_s for r in make_rounds(made, int8) for e in r.transfers} == {3 * 30e-6}
     assert collective(made, range(4), "tree").latency_s == pytest.approx(2 * 3 * 30e-6)
 

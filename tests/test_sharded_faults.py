@@ -212,9 +212,9 @@ def test_all_workers_of_a_replica_name_the_one_that_is_lost(workers, tmp_path):
         assert (outcomes[rank].value, outcomes[rank].trace) == ((0,), ""), outcomes[rank]
 
 
-def is_late_and_spoilt(rank: int, n: int) -> Any:
+def is_late_and_spoilt(rank: int, n: int, kind: str) -> Any:
     """A worker of the second replica is late for a while, and later its replica has a loss that is not finite."""
-    part = Part(rank, n)
+    part = Part(rank, n, kind)
     seen, spoilt = [], False
     while part.gossip.stats().rounds < 160:
         time.sleep(3.0 if (rank, part.steps) == (VICTIMS[1], 20) else PAUSE)
@@ -228,8 +228,9 @@ def is_late_and_spoilt(rank: int, n: int) -> Any:
 
 
 @pytest.mark.slow
-def test_a_replica_that_was_late_goes_on_and_heals_as_a_whole(workers):
-    found = workers(N, is_late_and_spoilt)
+@pytest.mark.parametrize("kind", ["sharded", "node"])
+def test_a_replica_that_was_late_goes_on_and_heals_as_a_whole(workers, kind):
+    found = workers(N, is_late_and_spoilt, kind)
     for rank, (seen, distance, stats, mean) in enumerate(found):
         assert seen == found[rank ^ 1][0]
         assert distance == found[0][1] < 1.0
@@ -302,12 +303,13 @@ def make_monitor(transport: Any, neighbours: Any, workers: tuple[tuple[int, ...]
 
 
 def test_the_workers_of_a_replica_agree_on_a_round_and_on_an_epoch():
-    mates, monitor = make_mates({3: "[12, -6]"})
-    assert mates.agree_on(10) == 12  # the round in which one of them has to go on
+    mates, monitor = make_mates({3: "[12, 4, -6]"})
+    # The round in which one of them has to go on, and the last one in which one of them was not finite.
+    assert mates.agree_on(10, -1) == (12, 4)
     assert monitor.epochs.limit == 6  # the epoch that both know
-    mates, monitor = make_mates({3: "[9, -8]"})
-    assert (mates.agree_on(10), monitor.epochs.limit) == (10, 7)
-    assert mates.agree_on(11, alone=True) == 11  # at the end of `join`, where it is each worker's own
+    mates, monitor = make_mates({3: "[9, -1, -8]"})
+    assert (mates.agree_on(10, 5), monitor.epochs.limit) == ((10, 5), 7)
+    assert mates.agree_on(11, -1, alone=True) == (11, -1)  # at the end of `join`, where it is each worker's own
     assert monitor.epochs.limit == math.inf
 
 
@@ -341,7 +343,7 @@ def test_a_call_waits_for_whole_replicas():
 def test_a_worker_of_a_replica_that_does_not_come_is_an_error():
     mates, _ = make_mates({})
     with pytest.raises(PeerTimeoutError, match="worker 3 did not come to a round of its replica"):
-        mates.agree_on(0)
+        mates.agree_on(0, -1)
     mates, monitor = make_mates({})
     monitor.neighbours.lost = lambda: [0, 3]
     with pytest.raises(PeerLostError, match="worker 3 has ended"), mates.explaining():

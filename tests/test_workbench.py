@@ -27,7 +27,7 @@ def again(name: str, out: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
         monkeypatch.setattr(workbench, setting, value)
     workbench.EXPERIMENTS[name](out, committed(name).get("seeds", [0]))
     made: list[dict[str, Any]] = json.loads((out / f"{name}.json").read_text())["lines"]
-    assert (out / f"{name}.png").exists() or name == "uneven-data"
+    assert (out / f"{name}.png").exists() or name in ("uneven-data", "nodes")
     return made
 
 
@@ -36,7 +36,10 @@ def again(name: str, out: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
     [
         ("which-topology.md", ["docs/results/topologies.md", "docs/results/uneven-data.md", "benchmarks/results/3x2-100.md"]),
         ("simulate.md", ["docs/results/holes.md", "docs/results/holes-learning.md"]),
-        ("scaling.md", ["docs/results/step-times.md", "docs/results/workers.md", "benchmarks/results/plan.md"]),
+        (
+            "scaling.md",
+            ["docs/results/step-times.md", "docs/results/nodes.md", "docs/results/workers.md", "benchmarks/results/plan.md"],
+        ),
     ],
 )
 def test_the_pages_show_the_committed_tables(page: str, tables: list[str]) -> None:
@@ -98,6 +101,22 @@ def test_steps_are_predicted_as_committed(tmp_path: Path, monkeypatch: pytest.Mo
     for line in lines:
         key = (line["cluster"], line["workers"], line["contender"])
         assert line["step_ms"] == pytest.approx(kept[key], rel=0.01), key
+
+
+@pytest.mark.slow
+def test_nodes_are_predicted_as_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = again("nodes", tmp_path, monkeypatch, JOBS={"350 M": workbench.JOBS["350 M"]})
+    kept = [line for line in committed("nodes")["lines"] if line["model"] == "350 M"]
+    for line, was in zip(lines, kept, strict=True):
+        assert line["contender"] == was["contender"]
+        assert list(line["step_ms"].values()) == pytest.approx(list(was["step_ms"].values()), rel=0.01)
+
+
+def test_the_page_says_where_pytorch_is_as_good() -> None:
+    whole, sharded = (line for line in committed("nodes")["lines"] if line["contender"] == "gossip()")
+    assert (round(whole["as_good_from"], -1), round(sharded["as_good_from"], -1)) == (70, 190)
+    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    assert "From about 70 Gbit/s on DDP is as good with 350 million parameters, and from about 190 Gbit/s" in page
 
 
 @pytest.mark.slow

@@ -12,32 +12,33 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from reprlib import repr as brief
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from decent_dp._checks import check_number
 from decent_dp._sizes import MIB
 from decent_dp.arguments import check_model, check_scaler
-from decent_dp.compression import check_compression
 from decent_dp.engine import Bucket
 from decent_dp.faults import Tolerate, check_faults
 from decent_dp.replica.construction import Agreement, Arguments, Settings, workers_per_node
-from decent_dp.replica.live import running_steps, start_replica
+from decent_dp.replica.live import start_replica
 from decent_dp.replica.module_hooks import called_first
+from decent_dp.replica.node_gradients import NodeGradients
+from decent_dp.replica.nodes import describe_node, why_no_node
 from decent_dp.replica.optimizer_guards import check_optimizers, options_of, refuse_hidden_state, signature_of
 from decent_dp.replica.optimizer_state import has_own_state_dict, load_optimizer, params_of, saved_optimizer
 from decent_dp.replica.replica import Replica
-from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, mesh_of, reshard
+from decent_dp.replica.scaler_hook import ScalerHook, is_inner_step, refuse_other_scaler
+from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, mesh_of, ranks_of_mesh, refuse_stale_backward, reshard
 from decent_dp.replica.shared_statistics import Statistics, sharing
-from decent_dp.replica.shares import Shares, describe_node
+from decent_dp.replica.shares import Shares, UnevenNode
 from decent_dp.replica.snapshot import (
     ENGINE_ENTRIES,
     begin_load,
@@ -53,12 +54,14 @@ from decent_dp.rules.rule import check_rule
 from decent_dp.topo import Topology
 from decent_dp.transport import (
     NodeGroup,
+    Replicas,
     Transport,
     check_encrypt,
     check_transport,
     group_of_replicas,
     inside_ddp,
     open_transport,
+    ranks_in,
 )
 
 if TYPE_CHECKING:
@@ -67,9 +70,6 @@ if TYPE_CHECKING:
 __all__ = ["Gossip", "gossip"]
 
 _log = logging.getLogger(__name__)
-
-# Stack frames between a scaler's step and the optimizer's post-hook, including wrappers of schedulers and profilers.
-_FRAMES_TO_SCALER = 12
 
 
 def gossip(
@@ -95,57 +95,52 @@ def gossip(
 
     The model stays the same module. The optimizer, ``loss.backward()``, clipping, schedulers, accumulation and logging stay
     the user's. All get rank 0's parameters and buffers. Replicas differ from then on: evaluate and save their mean.
-    A replica may be sharded over several workers (``torch.distributed.fsdp.fully_shard`` on an inner mesh dimension). Every
-    worker then mixes its shards with the workers at the same position in other replicas.
 
     Args:
         model: already on its device.
-        optimizer: any ``torch.optim.Optimizer`` over the model's parameters, or several. With several, a round ends when
-            each has stepped since the last round.
-        topology: a registered name or a ``Topology``, which defines the groups that mix in each round. Names can follow each
-            other: 'complete:500,base-2' uses the first for 500 rounds and then the second.
-        compression: None: every parameter in its own dtype. 'bfloat16', or 'int8' (a byte, relative to the distance between
-            replicas). 'low-rank:R' or 'low-rank:R,int8': projections of rank R, for topologies of pairs.
+        optimizer: any ``torch.optim.Optimizer`` over its parameters, or several; a round ends when each has stepped.
+        topology: who mixes with whom in each round: a registered name or a ``Topology``; or 'complete:500,base-2', in turn.
+        compression: None: parameters in their own dtypes. 'bfloat16'; 'int8' (a byte, relative to the distance of replicas);
+            'low-rank:R' or 'low-rank:R,int8': projections of rank R, for topologies of pairs.
         mix_every: mix each parameter in every ``mix_every``-th round only, in turns.
         rule: how received parameters are applied, from ``decent_dp.rules``; None for plain gossip.
         overlap: exchange during the next forward, backward and step; else a step returns after its exchange is mixed in.
         scaler: the ``torch.GradScaler`` that steps the optimizers; its ``update()`` ends the round.
-        faults: ``Tolerate(...)``: when a worker dies, freezes or cannot be reached, its partners leave it out, and nobody else
-            waits; for topologies of pairs. None: it is an error that names the worker, on those that need it.
+        faults: ``Tolerate(...)``: a worker that dies, freezes or cannot be reached is left out. None: it is an error.
         encrypt: whether traffic between workers is; the same on all. None: between nodes, and not inside one.
         bucket_size_in_mb: upper size of a bucket, the unit of exchange, in MiB; 0 for one bucket per parameter.
         local_world_size: workers on each node; None for the launcher's ``LOCAL_WORLD_SIZE``, else 1.
-        process_group: the workers that mix (of shards also ``mesh["replica"].get_group()``); None for all. Topologies count
-            its ranks or, with sharded replicas, the replicas in the order of their first ranks.
+        process_group: the workers that mix, or those at one position of all replicas; None for all. A topology counts its
+            ranks, or the replicas in the order of their first ranks.
         transport: ``InProcessTransport()`` for workers that are threads, or what ``join()`` returned.
-        weight: where workers have batches of different sizes: the samples, or tokens, of a step of this worker. A replica of
-            several workers has the sum of theirs. Mixing then keeps the weighted mean of the replicas, which is the mean
-            everywhere else, too; for topologies of pairs. On all workers, or None on all: replicas are equal.
+        replica: what mixes. 'node': the workers of a node, which average their gradients in the backward (those over which the
+            model is sharded, or in ``DistributedDataParallel``, are one, too). 'worker': each. None: nodes, if several have
+            several workers.
+        weight: samples, or tokens, per step of this worker, where they differ: replicas then count by the sum of their own,
+            in mixing and in every mean. For topologies of pairs; on all workers, or None on all.
 
     Raises:
         ValueError, TypeError: an argument is wrong, or models, optimizers, settings or topologies differ between workers. All
             workers raise the same error.
-        RuntimeError: there is no process group.
     """
     model, inner = inside_ddp(model)
-    owned, opened = open_transport(transport, group_of_replicas(process_group, mesh_of(model)), faults, encrypt)
+    process_group = group_of_replicas(process_group, ranks_of_mesh(model) or ranks_in(inner))
+    owned, opened = open_transport(transport, process_group, faults, encrypt)
     optimizers: list[Optimizer] = []
 
     def check() -> Arguments:
         on_node = workers_per_node("local_world_size", local_world_size)
         check_transport(transport)
-        check_model(model, shards=True)
-        reshard(fsdp_modules(model))
-        _refuse_shared_memory(model)
-        optimizers.extend(check_optimizers(optimizer, model))
-        check_compression(compression)
+        optimizers.extend(_checked(model, optimizer))
+        why_not = why_no_node(model, optimizers, rule)
+        node = describe_node(replica, topology, opened, on_node, ranks_in(inner, process_group), why_not)
         return Arguments(
             Settings(bucket_size_in_mb, bool(overlap), check_scaler(scaler) is not None, compression, mix_every),
             topology,
             check_rule(rule),
             on_node,
             {"optimizers": signature_of(optimizers, model), "encrypt": check_encrypt(encrypt)},
-            describe_mesh(model) or describe_node(replica, topology, opened, on_node, inner, process_group),
+            describe_mesh(model) or node,
             options_of(optimizers, model),
             sharing(optimizers),
             check_faults(faults),
@@ -153,15 +148,28 @@ def gossip(
         )
 
     def make(agreed: Agreement) -> Gossip:
-        _advise_on_nodes(topology, agreed, workers_per_node("local_world_size", local_world_size), opened.rank)
-        number, position = agreed.replicas.place_of(opened.rank)
-        if agreed.replicas.shards > 1 and mesh_of(model) is None:
-            ranks = agreed.replicas.workers_of(number)
-            group = NodeGroup(ranks, process_group if inner is None else inner, averages=inner is not None)
-            agreed = dataclasses.replace(agreed, shares=Shares(position, len(ranks), group))
-        return Gossip(model, opened, agreed, optimizers, check_scaler(scaler))
+        shares = _shares_of(model, agreed.replicas, opened.rank, process_group, inner)
+        return Gossip(model, opened, dataclasses.replace(agreed, shares=shares), optimizers, check_scaler(scaler))
 
     return start_replica(model, opened, owned, check, make)
+
+
+def _checked(model: nn.Module, optimizer: Any) -> list[Optimizer]:
+    """The optimizers, if they and the model can be trained."""
+    check_model(model, shards=True)
+    reshard(fsdp_modules(model))
+    _refuse_shared_memory(model)
+    return check_optimizers(optimizer, model)
+
+
+def _shares_of(model: nn.Module, replicas: Replicas, rank: int, process_group: Any, inner: Any) -> Shares | None:
+    """The shares of the workers of this one's node, if that is a replica. ``inner``: their group, if they have one."""
+    number, position = replicas.place_of(rank)
+    if replicas.shards == 1 or mesh_of(model) is not None:
+        return None
+    ranks = replicas.workers_of(number)
+    group = NodeGroup(ranks, process_group if inner is None else inner, averages=inner is not None)
+    return Shares(position, len(ranks), group)
 
 
 class Gossip(Replica):
@@ -210,13 +218,17 @@ class Gossip(Replica):
         )
         self.use_buckets(self._lay_out())
         self.hooks += [optimizer.register_step_post_hook(self._after_step(i)) for i, optimizer in enumerate(self.optimizers)]
+        self.gradients: NodeGradients | None = None
+        self._uneven: UnevenNode | None = None
         if self.shares is not None and not self.shares.group.averages:
-            self.call_around_forward(*self.shares.group.average_gradients(model, self.mates.explaining))
+            params, limit = self.parameters.params, self.settings.bucket_size_in_mb * MIB
+            self.gradients = NodeGradients(params, self.shares.group, limit, self.mates.explaining)
+            self.hooks += self.gradients.hooks
         if fsdp_modules(model):
-            self.hooks += _refuse_stale_backward(called_first(model), self.parameters.params)
+            self.hooks += refuse_stale_backward(called_first(model), self.parameters.params)
         if scaler is not None:
             callbacks = {"unscale_": self._scaler_used, "step": self._scaler_used, "update": self._scaler_updated}
-            self.hooks += [_ScalerHook(scaler, name, callback) for name, callback in callbacks.items()]
+            self.hooks += [ScalerHook(scaler, name, callback) for name, callback in callbacks.items()]
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
@@ -230,13 +242,15 @@ class Gossip(Replica):
 
     def _has_stepped(self, number: int) -> None:
         optimizer = self.optimizers[number]
-        if _is_inner_step(optimizer):
+        if is_inner_step(optimizer):
             return
         self.refuse_stopped()
+        if self.shares is not None:
+            self._refuse_own_gradients(number)
         if number not in self._checked:
             self._checked.add(number)
             with self.faults():
-                _refuse_other_scaler(self.scaler)
+                refuse_other_scaler(self.scaler)
         self._stepped[number] += 1
         self._took_step.add(number)
         # A GradScaler also calls a fused optimizer for a step that it skips, with ``found_inf`` set. On a GPU, reading it
@@ -252,6 +266,17 @@ class Gossip(Replica):
                     "what ends a round: pass the scaler that steps them, and call its update() after each step. (The state "
                     "dict functions of torch.distributed.checkpoint step an optimizer that has no state yet: call them before "
                     "gossip().)"
+                )
+
+    def _refuse_own_gradients(self, number: int) -> None:
+        """Raises RuntimeError if a step was made with gradients of this worker alone, and not of its node."""
+        with self.faults():
+            self.refuse_inside("the step of an optimizer, whose gradients are not averaged over the node yet,")
+            has_any = any(param.grad is not None for param in self._params_at_call[number])
+            if self.gradients is not None and self.gradients.is_open and has_any:
+                raise RuntimeError(
+                    "the optimizer has stepped with gradients that were not averaged over the workers of the node, as all of "
+                    "their backwards were inside no_sync(): leave the last backward before a step outside."
                 )
 
     def _scaler_used(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
@@ -272,15 +297,64 @@ class Gossip(Replica):
     def mix_only(self) -> None:
         self._round(step=False)
 
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        if self.shares is None:
+            with super().join():
+                yield
+            return
+        if (gradients := self.gradients) is None:
+            raise RuntimeError(
+                "join() does not know the collectives of DistributedDataParallel inside a node: leave that out, and pass "
+                "replica='node' to gossip()."
+            )
+        self._uneven = uneven = UnevenNode(self.shares.group)
+        gradients.meet = partial(uneven.meet, "backward")
+        try:
+            with super().join():
+                yield
+        finally:
+            self._uneven, gradients.meet = None, lambda: None
+
+    def follow_others(self) -> None:
+        shares, gradients, uneven = self.shares, self.gradients, self._uneven
+        if shares is None or gradients is None or uneven is None:
+            return
+        with self.faults():
+            while what := uneven.meet(""):
+                if what == "backward":
+                    gradients.without_gradients()
+                else:
+                    self._taken = "taken" in what
+                    self._round(step="step" in what, follows=True)
+            self._uneven = None
+            if uneven.behind:
+                saved = shares.broadcast(self.saved_entries()["optim"], uneven.source)
+                self.load_optimizers({"optim": saved}, contextlib.ExitStack())
+                self.statistics.locate()  # the same values in other tensors, to which what is in flight belongs, too
+                if self.scaler is not None:
+                    self.scaler.load_state_dict(saved["scaler"])
+
     @property
     def unused(self) -> bool:
         return super().unused and not (any(self._stepped) or self._scaled)
 
-    def _round(self, *, step: bool) -> None:
+    def _meet_in_node(self, *, step: bool, follows: bool) -> None:
+        """Inside ``join``: workers of the node that have run out make this round, too, with the values of another."""
+        uneven, shares = self._uneven, self.shares
+        if uneven is None or shares is None:
+            return
+        if not follows:
+            uneven.meet(f"a {'step' if step else 'round'}{', taken' if self._taken else ''}")
+        if uneven.some_are_out:
+            shares.group.broadcast([*self.parameters.params, *self.statistics.whole], uneven.source)
+
+    def _round(self, *, step: bool, follows: bool = False) -> None:
         """Mixes in the exchange in flight and starts the next one."""
         self.refuse_stopped()
         engine = self.engine
         with self.faults(), torch.inference_mode(False):
+            self._meet_in_node(step=step, follows=follows)
             self.parameters.check_unchanged()
             self._check_groups()
             self.begin_round()
@@ -332,7 +406,12 @@ class Gossip(Replica):
 
         As DDP's, for replicas that are nodes. Where each worker is a replica it changes nothing.
         """
-        return contextlib.nullcontext() if self.shares is None else self.shares.group.no_sync()
+        return contextlib.nullcontext() if self.gradients is None else self.gradients.no_sync()
+
+    @property
+    def has_own_gradients(self) -> bool:
+        # Where the user has averaged them with DDP, it is not known.
+        return self.shares is not None and (self.gradients is None or self.gradients.is_open)
 
     # -- the mean -----------------------------------------------------------------------------------------------------
 
@@ -493,19 +572,7 @@ class Gossip(Replica):
     def __repr__(self) -> str:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
         names = f"{type(self.model).__name__}, {kinds}, rank={self.world.rank}, topology={self.topology!r}"
-        return f"Gossip({names})"
-
-
-def _advise_on_nodes(topology: object, agreed: Agreement, on_node: int, rank: int) -> None:
-    """Each worker sends a copy of the model, and those of a node share its link."""
-    several = 1 < on_node < agreed.peers.world_size and agreed.replicas.shards == 1
-    plain = topology == "base-2" and agreed.settings.compression is None and agreed.settings.mix_every == 1
-    if rank == 0 and several and plain and agreed.peers.neighbours is None:
-        _log.warning(
-            "nodes have %d workers each, and with topology='base-2' each of them sends a copy of the model per step to another "
-            "node: that may take longer than DDP. topology='hierarchical' sends one copy per node; `decent-dp plan` compares.",
-            on_node,
-        )
+        return f"Gossip({names}, {self.describe_replica()})"
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
@@ -523,101 +590,3 @@ def _refuse_shared_memory(model: nn.Module) -> None:
                 f"parameters '{before}' and '{name}' share memory, and would be mixed twice. Tie them by using one parameter "
                 "in both places, or give each its own (param.data = param.data.clone())."
             )
-
-
-def _refuse_stale_backward(modules: Iterable[nn.Module], params: Sequence[Tensor]) -> list[Any]:
-    """A backward raises RuntimeError if ``params`` have changed since its forward: it would gather the new values, and use
-    activations of the old ones. For parameters that are not sharded torch says so itself.
-
-    Args:
-        modules: whose forwards are called.
-
-    Returns:
-        The handles of the hooks.
-    """
-
-    def versions() -> list[tuple[int, int]]:
-        # A write to a DTensor counts in it alone, and one to its part there.
-        return [(param._version, local(param)._version) for param in params]
-
-    @_disable_dynamo
-    def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        before = versions()
-
-        def check(gradient: Tensor) -> None:
-            if versions() != before:
-                raise RuntimeError(
-                    "parameters have changed between this forward and its backward (a step, average_(), averaged(), flush(), "
-                    "a save or a load), and with fully_shard the backward would gather the new ones: make such calls before "
-                    "the forward, or after the backward."
-                )
-
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(check)  # type: ignore[no-untyped-call]
-
-    return [module.register_forward_hook(after_forward) for module in modules]
-
-
-class _ScalerHook:
-    """Wraps a method of one scaler object, because nothing else shows a step that the scaler skips.
-
-    Hooks of several replicas may be stacked on one method.
-    """
-
-    def __init__(self, scaler: torch.amp.GradScaler, name: str, callback: Callable[..., None]) -> None:
-        self._scaler, self._name = scaler, name
-        self._inner: Callable[..., Any] = getattr(scaler, name)
-        self._patched = name in vars(scaler)  # by the user, or by another hook of this class
-        self._callback: Callable[..., None] | None = callback
-        setattr(scaler, name, self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._inner(*args, **kwargs)
-        if self._callback is not None:
-            self._callback(*args, **kwargs)
-        return result
-
-    def remove(self) -> None:
-        self._callback = None
-        top = vars(self._scaler).get(self._name)
-        while isinstance(top, _ScalerHook) and top._callback is None:
-            delattr(self._scaler, self._name)
-            if top._patched:
-                setattr(self._scaler, self._name, top._inner)
-            top = vars(self._scaler).get(self._name)
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise TypeError("this GradScaler ends the rounds of a Gossip and cannot be copied: load its state_dict() into another.")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError("this GradScaler ends the rounds of a Gossip and cannot be pickled: save its state_dict().")
-
-
-def _refuse_other_scaler(given: torch.amp.GradScaler | None) -> None:
-    """Raises RuntimeError if the stepping GradScaler was not passed to ``gossip``.
-
-    A step that such a scaler skips on one worker would leave the other workers waiting.
-    """
-    frame = sys._getframe(1)
-    for _ in range(_FRAMES_TO_SCALER):
-        scaler = frame.f_locals.get("self")
-        if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() and scaler is not given:
-            what = "was not given it: pass scaler=" if given is None else "was given another: pass the one that steps it"
-            raise RuntimeError(
-                f"a GradScaler steps this optimizer, and gossip() {what}, so that a step that it skips on one worker is a "
-                "round there, too."
-            )
-        if frame.f_back is None:
-            return
-        frame = frame.f_back
-
-
-def _is_inner_step(optimizer: Optimizer) -> bool:
-    """Whether the step that has called the hook runs inside another step of ``optimizer``.
-
-    A subclass may call the step of its parent class, and torch hooks both.
-    """
-    return sum(step is optimizer for step in running_steps()) > 1

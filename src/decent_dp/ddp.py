@@ -27,7 +27,6 @@ from decent_dp.arguments import (
 from decent_dp.backward.driver import BackwardReplica
 from decent_dp.backward.state_dicts import insert_module
 from decent_dp.backward.units import DeferredList
-from decent_dp.compression import check_compression
 from decent_dp.faults import Roster, Tolerate, check_faults
 from decent_dp.replica.construction import Agreement, Arguments, Settings, workers_per_node
 from decent_dp.replica.live import start_replica
@@ -148,7 +147,6 @@ class DecentralizedDataParallel(nn.Module):
                 refuse_graphs(model)
             check_factories(optim_fn, lr_scheduler_fn)
             scaled = check_scaler(scaler) is not None
-            check_compression(compression)
             settings = Settings(
                 bucket_size_in_mb=bucket_size_in_mb,
                 overlap=bool(overlap),

@@ -1,15 +1,49 @@
-"""Preparation of one replica's gradients before its optimizers step: unscaling, clipping, skipping."""
+"""Gradients of one replica: the end of their backward, and what is done before its optimizers step: unscaling, clipping."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["GradientPolicy"]
+__all__ = ["EndOfBackward", "GradientPolicy"]
+
+
+class EndOfBackward:
+    """A callback that autograd's engine calls at the end of the running backward, the outermost one.
+
+    The engine references it until then. If it is gone without a call, the backward has raised.
+
+    Args:
+        ended: called at the end.
+        nested: called at the end of a backward inside another one (reentrant checkpointing), with the handle of a hook on the
+            node of the outer one that has run it; and with None when that node is done.
+    """
+
+    def __init__(self, ended: Callable[[], None], nested: Callable[[Any], None]) -> None:
+        self._ended, self._nested = ended, nested
+
+    def queue(self) -> None:
+        """Registers this callback for the running backward."""
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self)
+
+    def __call__(self) -> None:
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            self._ended()
+            return
+
+        def again(*_: Any) -> None:
+            self._nested(None)
+            handle.remove()
+            self.queue()
+
+        handle = node.register_hook(again)
+        self._nested(handle)
 
 
 class GradientPolicy:

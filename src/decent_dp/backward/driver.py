@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -31,7 +30,7 @@ from decent_dp.backward.states import check_kinds, check_optim_state, collect_op
 from decent_dp.backward.units import Builder, DeferredList, Unit
 from decent_dp.engine import Bucket
 from decent_dp.errors import OutOfStepError
-from decent_dp.gradients import GradientPolicy
+from decent_dp.gradients import EndOfBackward, GradientPolicy
 from decent_dp.replica.consistency import broadcast_object, check_consistency, worker_counts
 from decent_dp.replica.construction import Agreement
 from decent_dp.replica.module_hooks import state_names
@@ -64,37 +63,6 @@ class Window(enum.Enum):
     PENDING = "pending"
 
 
-class _EndCallback:
-    """The callback that autograd's engine calls at the end of a backward.
-
-    The engine references it until then. If it is gone without a call, the backward has raised.
-    """
-
-    def __init__(self, replica: BackwardReplica) -> None:
-        self._replica = weakref.ref(replica)
-
-    def queue(self) -> None:
-        """Registers this callback for the running backward."""
-        engine: Any = Variable._execution_engine
-        engine.queue_callback(self)
-
-    def __call__(self) -> None:
-        replica = self._replica()
-        node: Any = torch._C._current_autograd_node()
-        if replica is not None and node is None:
-            replica.end_backward()
-        elif replica is not None:
-            # The end of a backward inside another one (reentrant checkpointing): `node` of the outer one has run it.
-            replica.nested = True
-
-            def again(*_: Any) -> None:
-                replica._nested_hook = None
-                handle.remove()
-                self.queue()
-
-            replica._nested_hook = handle = node.register_hook(again)
-
-
 @dataclass(frozen=True)
 class _Backward:
     """A running backward.
@@ -108,7 +76,7 @@ class _Backward:
     """
 
     task: int
-    end: weakref.ref[_EndCallback]
+    end: weakref.ref[EndOfBackward]
     accumulating: bool
     expected: bool
     arrived: set[int]
@@ -225,7 +193,11 @@ class BackwardReplica(Replica):
         with self._lock:
             self.recover()
             if self._backward is None:
-                end = _EndCallback(self)
+                me = weakref.ref(self)
+                end = EndOfBackward(
+                    lambda: replica.end_backward() if (replica := me()) else None,
+                    lambda handle: replica._note_nested(handle) if (replica := me()) else None,
+                )
                 end.queue()
                 accumulating = self.accumulate or self._paused > 0
                 self._backward = _Backward(_current_task(), weakref.ref(end), accumulating, self._reaches_parameters(), set())
@@ -288,6 +260,9 @@ class BackwardReplica(Replica):
         if device.type == "cuda":
             stream = torch.cuda.current_stream(device)
             self._several_streams |= self._streams.setdefault(device, stream) != stream
+
+    def _note_nested(self, handle: Any) -> None:
+        self.nested, self._nested_hook = True, handle
 
     def end_backward(self) -> None:
         """Called at the end of the outermost backward, if it has not raised."""

@@ -91,6 +91,7 @@ class AveragedReplica:
                 replica.mean.average_(replica.averaged_buffers(), counts, means)
                 for value, mean in zip(replica.parameters.locate(), means, strict=True):
                     value.copy_(mean)
+                replica.parameters.gather()
                 del means
             yield
 

@@ -23,7 +23,8 @@ from decent_dp.checkpoint.saver import Trained, replica_of, saver_of
 from decent_dp.errors import CheckpointError
 from decent_dp.replica.consistency import call_on_all, model_signature, tensor_sizes
 from decent_dp.replica.replica import Replica
-from decent_dp.replica.snapshot import begin_load, put_back
+from decent_dp.replica.shards import mesh_of
+from decent_dp.replica.snapshot import begin_load, completed, put_back
 from decent_dp.serialization import loaded
 
 __all__ = ["latest", "load", "read_parameters"]
@@ -44,7 +45,8 @@ def load(
 
     Args:
         model: the wrapper, or what ``decent_dp.gossip`` returned, of the model that was saved. The bucket size may differ, and
-            so may topology, compression and ``overlap``.
+            so may topology, compression and ``overlap``; with ``resize``, also whether a node is a replica, and of how many
+            workers.
         path: the folder that was given to ``save``, or that of one checkpoint in it.
         resize: for another number of workers than was saved. 'mean': all start from the mean of replicas and optimizer states,
             also if the number is the same. 'spread': replicas are distributed. Fewer workers start from means of groups, more
@@ -94,8 +96,10 @@ def load(
         shards, same = call_on_all(control, lambda: _open(step, rank, replica, resize, opened))
         _verify(replica, step, shards, chosen[1])
         tree = call_on_all(control, lambda: _resumed(shards[0], replica) if same else combined(shards))
+        if len(shards[0].record.workers[0]) != replica.replicas.shards:
+            tree["snapshot"]["rule"]["state"] = {}  # that of other shares: it starts anew
     try:
-        put_back(replica, tree["snapshot"])
+        put_back(replica, completed(replica, tree["snapshot"]))
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
         # A value of another kind than was saved raises any of them. Those of this library, or of a GPU without memory, are own.
         if isinstance(error, RuntimeError) and type(error).__module__ != "builtins":
@@ -137,7 +141,8 @@ def read_parameters(path: str | os.PathLike[str], rank: int | None = None, *, bu
 
     Args:
         path: the folder that was given to ``save`` (the newest complete checkpoint is read), or that of one checkpoint in it.
-        rank: of the worker whose replica is read, from its own file alone; None for the mean of all replicas.
+        rank: of the worker whose replica is read, from its own file alone, or that of its node's first worker; None for the
+            mean of all replicas.
         buffers: the model's buffers too, also those that its state dict leaves out. In the mean, floating-point ones are
             averaged, integers are averaged and rounded, and bools are those of worker 0.
 
@@ -165,9 +170,15 @@ def read_parameters(path: str | os.PathLike[str], rank: int | None = None, *, bu
     with contextlib.ExitStack() as opened:
         shards = [opened.enter_context(Shard(step / shard_name(r), r)) for r in (range(n) if rank is None else [rank])]
         _check_alike(step, n, [(0, _seen(shard)) for shard in shards])
+        if any("placed as" in _describe(entry) for entry in shards[0].record.model):
+            raise ValueError(f"{step} was saved by sharded replicas: load it into a run, and use export() there.")
+        firsts = [min(own) for own in shards[0].record.workers]
+        if rank is None:
+            shards = [shards[first] for first in firsts]
+        elif rank not in firsts:  # its node's first worker has the parameters
+            first = next(min(own) for own in shards[0].record.workers if rank in own)
+            shards = [opened.enter_context(Shard(step / shard_name(first), first))]
         for shard in shards:
-            if shard.record.replicas is not None:
-                raise ValueError(f"{step} was saved by sharded replicas: load it into a run, and use export() there.")
             shard.verify()
         return mean_tensors(shards, ["parameters", "buffers"] if buffers else ["parameters"])
 
@@ -194,11 +205,13 @@ def _open(
     first = open_one(rank if rank in there or not there else there[0])
     workers, here = first.record.workers, replica.replicas
     number, position = here.place_of(rank)
-    now = len(here.workers)
-    same = len(workers) == now and resize != "mean"
+    now, shares = len(here.workers), len(workers[0])
+    same = len(workers) == now and shares == here.shards and resize != "mean"
     taken = [number] if same or resize is None else sources(len(workers), number, now, resize)
-    # A worker takes the part that it has, of one replica or of several.
-    return [first if workers[i][position] == first.record.rank else open_one(workers[i][position]) for i in taken], same
+    # A worker takes the part that it has, of one replica or of several. In a node of another size there is no such part, but
+    # the first worker's shard has all that is needed.
+    ranks = [workers[i][position % shares] for i in taken]
+    return [first if saver == first.record.rank else open_one(saver) for saver in ranks], same
 
 
 def _check_record(step: Path, record: Record, replica: Replica, resize: str | None) -> None:
@@ -212,17 +225,19 @@ def _check_record(step: Path, record: Record, replica: Replica, resize: str | No
                 f"saved.{hint}"
             )
     workers, here = record.workers, replica.replicas
-    if len(workers[0]) != here.shards:
+    if len(workers[0]) != here.shards and mesh_of(replica.model) is not None:
         raise CheckpointError(
             f"{step} was saved by replicas of {len(workers[0])} workers each, and here they have {here.shards}: shard the "
             "model as it was, or start from the model that export() wrote."
         )
-    if len(workers) != len(here.workers) and resize is None:
-        of_shards = "" if here.shards == 1 else f"replicas of {here.shards} "
-        raise ValueError(
-            f"{step} was saved by {len(workers)} {of_shards}workers and this run has {len(here.workers)}: pass "
-            "resize='spread' (or 'mean') to load()."
+    if (len(workers), len(workers[0])) != (len(here.workers), here.shards) and resize is None:
+        there, now = (
+            f"{count} {'' if size == 1 else f'replicas of {size} '}workers"
+            for count, size in ((len(workers), len(workers[0])), (len(here.workers), here.shards))
         )
+        if len(workers[0]) == here.shards:
+            now = str(len(here.workers))
+        raise ValueError(f"{step} was saved by {there} and this run has {now}: pass resize='spread' (or 'mean') to load().")
 
 
 def _verify(replica: Replica, step: Path, shards: Sequence[Shard], saved: int) -> None:

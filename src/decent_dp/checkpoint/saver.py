@@ -298,7 +298,8 @@ class Saver(Listener):
         rank = ranks.index(self._transport.rank)
         record = Record(step, rank, len(ranks), round_, model_signature(replica.model), groups)
         keys = {id(tensor): key for key, tensor in tensors.items()}
-        trained = {name: keys[id(snapshot["parameters"][name])] for name in replica.parameters.names}
+        saved = snapshot["parameters"]
+        trained = {name: keys[id(saved[name])] for name in replica.parameters.names if name in saved}
         return _UnwrittenShard(root, keep, record, trained, text, self._memory.copy(tensors))
 
     def drain(self) -> None:

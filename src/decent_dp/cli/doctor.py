@@ -11,6 +11,7 @@ import statistics
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,8 @@ _SHOWN_PAIRS = 10
 _MOST_SECONDS = 3600.0
 # Seconds of a slot beside its measurement, to begin and to gather.
 _AROUND_A_SLOT = 0.05
+# Parameters whose exchange between nodes is estimated.
+_ADVISED = 100e6
 _KINDS = {"inside_nodes": "inside nodes", "between_nodes": "between nodes"}
 
 EXAMPLES = f"""[bold]Examples[/bold]
@@ -354,7 +357,22 @@ def _in_words(document: dict[str, Any]) -> list[str]:
         lines.append(f"do not reach each other: workers {', '.join(pairs[:_SHOWN_PAIRS])}{others}")
     else:
         lines.append("all workers reach each other")
-    return lines
+    return lines + _advice_on_nodes(document)
+
+
+def _advice_on_nodes(document: dict[str, Any]) -> list[str]:
+    """What an exchange takes where nodes are the replicas."""
+    worst, sizes = document["worst"]["between_nodes"], set(Counter(document["nodes"]).values())
+    local = max(sizes)
+    if worst is None or local == 1 or len(sizes) > 1:
+        return []
+    ms = [_ADVISED * nbytes * 8e-3 / worst["slowest"]["median_mbit_s"] for nbytes in (4, 2, 1)]
+    return [
+        "",
+        f"replicas: the {local} workers of a node are one (replica='node', the default), and send one copy of the parameters "
+        f"per step over the node's link. 100 million of them take {number(ms[0])} ms, with compression='bfloat16' "
+        f"{number(ms[1])} ms, with 'int8' {number(ms[2])} ms.",
+    ]
 
 
 def _times(large: float, small: float) -> str:

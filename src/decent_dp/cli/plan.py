@@ -39,6 +39,10 @@ decent-dp plan --params 65e6 --step-ms 60 -n 32 -l 4 --inter 25gbit --intra 200g
 
 decent-dp plan --params 1.3B --step-ms 400 -n 8 --inter 10gbit --latency-inter 50us --jitter 0.05 --top 20
 
+decent-dp plan --params 350M --step-ms 400 -n 8 -l 8 --intra 100gbit
+
+decent-dp plan --params 7B --step-ms 2140 -n 32 -l 8 --inter 100gbit --intra 2400gbit --sharded
+
 torchrun --standalone --nproc-per-node 4 -m decent_dp doctor --out links.json
 
 decent-dp plan --measured links.json --params 65e6 --step-ms 60 --json
@@ -52,7 +56,9 @@ def plan(
     n: Annotated[int | None, typer.Option("-n", "--workers", help="Number of workers.", metavar="N", min=1)] = None,
     local: Annotated[int | None, typer.Option("-l", "--local", help="Workers per node.", metavar="L", min=1)] = None,
     inter: Annotated[str | None, typer.Option(help="A node's link to other nodes: 25gbit, 3GB/s.")] = None,
-    intra: Annotated[str | None, typer.Option(help="A worker's link inside its node: 200gbit.")] = None,
+    intra: Annotated[
+        str | None, typer.Option(help="A worker's link inside its node: 200gbit; of PCIe 4.0 about 100gbit each.")
+    ] = None,
     latency_inter: Annotated[str | None, typer.Option(help=f"One way between nodes; if not given {_LATENCY_INTER}.")] = None,
     latency_intra: Annotated[str | None, typer.Option(help=f"One way inside a node; if not given {_LATENCY_INTRA}.")] = None,
     measured: Annotated[
@@ -64,6 +70,7 @@ def plan(
     width: Annotated[
         float | None, typer.Option(help="Hidden size of a transformer, for low-rank messages; if not given, from --params.")
     ] = None,
+    sharded: Annotated[bool, typer.Option(help="The model is sharded over the workers of a node (fully_shard).")] = False,
     top: Annotated[int, typer.Option(help="Show so many; 0: all.", min=0)] = 10,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
 ) -> None:
@@ -73,7 +80,7 @@ def plan(
 
     count = as_count("--params", params)
     with refusing():
-        job = Job.of_step(count, step_ms, optimizer_ms=optimizer_ms, jitter=jitter, width=width)
+        job = Job.of_step(count, step_ms, optimizer_ms=optimizer_ms, jitter=jitter, width=width, sharded=sharded)
     if measured is not None:
         given = {"-n": n, "-l": local, "--inter": inter, "--intra": intra}
         given |= {"--latency-inter": latency_inter, "--latency-intra": latency_intra}
@@ -95,7 +102,8 @@ def plan(
     shown = list(enumerate(found, 1))
     if top:
         # DDP is always shown, for comparison.
-        shown = shown[:top] + [place for place in shown[top:] if place[1].choice.kind == "ddp"][:1]
+        baseline = next(place for place in shown if place[1].choice.synchronous)
+        shown = shown[:top] + [baseline] * (baseline not in shown[:top])
     if json:
         write_json(_document(cluster, job, shown, len(found), best_of_all))
         return
@@ -172,6 +180,8 @@ def _report(cluster: Cluster, job: Job, shown: Sequence[tuple[int, Prediction]],
     say("The fastest first; within 1 % by better mixing, then by less compression. Node sends: to other nodes, per step.", "")
     for place, prediction in _worth_a_word(shown):
         say(f"{place}. {_named(prediction)}: {prediction.reason}")
+    if any(prediction.choice.replica == "node" for _, prediction in shown):
+        say("", 'node: the workers of a node are one replica; write gossip(model, optimizer, topology=..., replica="node")')
     say("", "the least time to DDP's loss:", f"  {best.code}", _recipe_in_words(best))
     twins = same_rounds(cluster)
     if twins:
@@ -183,7 +193,7 @@ def _report(cluster: Cluster, job: Job, shown: Sequence[tuple[int, Prediction]],
 
 def _recipe_in_words(best: Recipe) -> str:
     prediction = best.prediction
-    if prediction.choice.kind == "ddp":
+    if prediction.choice.synchronous:
         return "  no other choice is predicted to reach its loss earlier"
     steps = f"{number(prediction.step_ms)} ms per step, about {number(best.steps)} times DDP's steps with GossipAdamW"
     return f"  {number(best.to_ddp)} of DDP's time: {steps}"
@@ -191,8 +201,9 @@ def _recipe_in_words(best: Recipe) -> str:
 
 def _ranking(shown: Sequence[tuple[int, Prediction]]) -> Table:
     # Two lines per heading: the table fits 80 columns.
-    sizes = ("bucket\nMiB", "ms per\nstep", "speed\nto DDP", "node\nsends")
-    baseline = next((prediction.step_ms for _, prediction in shown if prediction.choice.kind == "ddp"), math.nan)
+    baseline = next(prediction for _, prediction in shown if prediction.choice.synchronous)
+    speed = f"speed\nto {baseline.name.upper()}"
+    sizes = ("bucket\nMiB", "ms per\nstep", speed, "node\nsends")
     rows = [
         (
             str(place),
@@ -200,17 +211,20 @@ def _ranking(shown: Sequence[tuple[int, Prediction]]) -> Table:
             prediction.choice.compression or "-",
             number(prediction.choice.bucket_mb),
             number(prediction.step_ms, 4),
-            f"{number(baseline / prediction.step_ms)} x" if prediction.choice.kind != "ddp" else "",
+            "" if prediction is baseline else f"{number(baseline.step_ms / prediction.step_ms)} x",
             size(prediction.node_bytes),
             _LIMITS.get(prediction.limit, prediction.limit),
         )
         for place, prediction in shown
     ]
-    return table(("", "contender", "compression", *sizes, "limited\nby"), rows, left=(1, 2), folded=(7,))
+    return table(("", "contender", "com-\npression", *sizes, "limited\nby"), rows, left=(1, 2), folded=(7,))
 
 
 def _contender(prediction: Prediction) -> str:
-    return prediction.choice.topology_name or "PyTorch DDP"
+    choice = prediction.choice
+    if not choice.decentralized:
+        return f"PyTorch {choice.name.upper()}"
+    return f"{choice.topology_name}{', node' * choice.of_nodes}"
 
 
 def _named(prediction: Prediction) -> str:
@@ -223,7 +237,7 @@ def _worth_a_word(shown: Sequence[tuple[int, Prediction]]) -> list[tuple[int, Pr
     explained: dict[str, tuple[int, Prediction]] = {}
     for place, prediction in shown:
         name = _contender(prediction)
-        if name not in explained and (len(explained) < 3 or prediction.choice.kind == "ddp"):
+        if name not in explained and (len(explained) < 3 or prediction.choice.synchronous):
             explained[name] = place, prediction
     return list(explained.values())
 

@@ -57,7 +57,7 @@ class Engine:
         nonfinite: the number of rounds that this worker sat out because of non-finite values.
         holes: the number of exchanges of single buckets that were left out, because the other worker was gone or silent.
         nonfinite_in: the last round in which this replica was not finite; -1 if it never was.
-        finished: the buckets whose exchanges have ended, whatever came; who uses this clears it.
+        finished: the buckets whose exchanges have ended, until ``Replica.share``.
         started: the last round in which these buckets have started an exchange or sat out; None before the first.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .describe import COMPRESSIONS, Choice, Cluster, Job, Link, Prediction
 from .prediction import predict
-from .ranking import candidates, left_out, plan, same_rounds
+from .ranking import candidates, default_replica, left_out, plan, same_rounds
 from .recipe import Recipe, more_steps, recipe
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Prediction",
     "Recipe",
     "candidates",
+    "default_replica",
     "left_out",
     "more_steps",
     "plan",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ _HEAD = 64
 # The length of a side of its matrices (d × 3d, d × d, d × 4d, 4d × d) in d, as low-rank messages need it; and the share of its
 # parameters that are in vectors, times d.
 _SIDE, _VECTORS = 1.5, 1.1
-DDP, DECENT_DP, PUSH = KINDS = ("ddp", "decent_dp", "push")
+DDP, HSDP, FSDP, DECENT_DP, PUSH = KINDS = ("ddp", "hsdp", "fsdp", "decent_dp", "push")
 BACKENDS = ("gloo", "nccl")
 
 
@@ -73,6 +73,7 @@ class Cluster:
         ports: links between nodes per node, each of them ``inter``.
         flow_ports: how many of them one flow, or a ring, can use: 1 for bonded Ethernet, all where NCCL spreads a message over
             InfiniBand devices. Several flows use all.
+        processes: of each worker. They share its messages: a node that is one replica has those of its GPUs.
     """
 
     world_size: int
@@ -82,6 +83,7 @@ class Cluster:
     backend: str = "gloo"
     ports: int = 1
     flow_ports: int = 1
+    processes: int = 1
 
     def __post_init__(self) -> None:
         for name, what in (
@@ -89,6 +91,7 @@ class Cluster:
             ("local_world_size", "workers per node"),
             ("ports", "links per node"),
             ("flow_ports", "links that a flow can use"),
+            ("processes", "processes per worker"),
         ):
             object.__setattr__(self, name, check_integer(f"Cluster: {name}, the number of {what},", getattr(self, name), 1))
         if self.flow_ports > self.ports:
@@ -111,6 +114,15 @@ class Cluster:
 
     def node(self, rank: int) -> int:
         return rank // self.local_world_size
+
+    @property
+    def several_of_several(self) -> bool:
+        """Several nodes of several workers each: nodes can be the replicas."""
+        return 1 < self.local_world_size < self.world_size
+
+    def of_nodes(self) -> Cluster:
+        """Each node as one worker."""
+        return replace(self, world_size=self.n_nodes, local_world_size=1, processes=self.local_world_size)
 
     @classmethod
     def from_measured(cls, path: str | Path, *, backend: str | None = None) -> Cluster:
@@ -140,6 +152,8 @@ class Job:
         jitter: standard deviation of a step's computation, relative to its mean, drawn for each worker and step from a
             lognormal distribution. The default is that of the workers in benchmarks/results/8x1-60.json when they are alone.
         width: hidden size of a transformer, from which the bytes of low-rank messages are estimated; None: from ``params``.
+        sharded: the model is sharded over the workers of a node (``fully_shard``). They gather parameters in bfloat16, in the
+            forward and again in the backward, and sum gradients in float32.
     """
 
     params: float
@@ -148,6 +162,7 @@ class Job:
     optimizer_ms: float = 0.0
     jitter: float = 0.01
     width: float | None = None
+    sharded: bool = False
 
     def __post_init__(self) -> None:
         if self.width is not None:
@@ -162,10 +177,10 @@ class Job:
             raise ValueError(f"Job: jitter must be below 1, got {self.jitter!r}: 0.02 is two percent of a step")
 
     @classmethod
-    def of_step(
-        cls, params: float, step_ms: float, *, optimizer_ms: float = 0.0, jitter: float = 0.01, width: float | None = None
-    ) -> Job:
+    def of_step(cls, params: float, step_ms: float, *, optimizer_ms: float = 0.0, **rest: Any) -> Job:
         """A step of ``step_ms`` on one worker alone, including ``optimizer_ms``; backward takes two thirds of the rest.
+
+        ``rest``: ``jitter``, ``width``, ``sharded``.
 
         Raises:
             ValueError: as the class; or the optimizer takes longer than the step.
@@ -174,8 +189,8 @@ class Job:
         _number("Job: optimizer_ms", optimizer_ms, "give milliseconds")
         if optimizer_ms > step_ms:
             raise ValueError(f"Job: optimizer_ms={optimizer_ms:g} is more than step_ms={step_ms:g}: it is a part of the step")
-        rest = step_ms - optimizer_ms
-        return cls(params, rest / 3, 2 * rest / 3, optimizer_ms, jitter, width)
+        time = step_ms - optimizer_ms
+        return cls(params, time / 3, 2 * time / 3, optimizer_ms, **rest)
 
     def numbers_sent(self, rank: int) -> float:
         """The numbers of a low-rank message, as a share of the parameters: estimated for a transformer."""
@@ -192,13 +207,15 @@ class Choice:
     """A way to train.
 
     Attributes:
-        kind: 'ddp' (PyTorch's), 'decent_dp' (this library, over ``topology``), or 'push': every worker sends to the one 1, 2,
-            4, ... ranks further and receives from as far behind (Assran et al., ICML 2019), overlapped bucket by bucket.
+        kind: 'decent_dp' (this library, over ``topology``); PyTorch's 'ddp', or of a sharded job 'hsdp' (sharded inside nodes,
+            all-reduce between them) and 'fsdp' (sharded over all workers); or 'push': every worker sends to the one 1, 2, 4,
+            ... ranks further and receives from as far behind (Assran et al., ICML 2019), overlapped bucket by bucket.
         topology: for 'decent_dp': an argument of ``make_topology``.
         compression: as of ``gossip``.
         mix_every: as of ``gossip``.
         bucket_mb: upper size of a bucket in MiB, above 0.
         extra_ms: added to a worker's backward (copies, kernels of the exchange), where it is known.
+        replica: 'worker' or 'node', as of ``gossip``.
     """
 
     kind: str
@@ -207,14 +224,15 @@ class Choice:
     bucket_mb: float = 25.0
     extra_ms: float = 0.0
     mix_every: int = 1
+    replica: str = "worker"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mix_every", check_integer("Choice: mix_every", self.mix_every, 1))
-        if self.kind not in KINDS:
-            raise ValueError(f"Choice: kind must be 'ddp', 'decent_dp' or 'push', got {self.kind!r}")
+        check_choice("Choice: kind", self.kind, KINDS)
+        check_choice("Choice: replica", self.replica, ("worker", "node"))
         if not self.decentralized:
-            for name, value in (("topology", self.topology), ("compression", self.compression), ("mix_every", self.mix_every)):
-                if value is not None and (name, value) != ("mix_every", 1):
+            for name, default in (("topology", None), ("compression", None), ("mix_every", 1), ("replica", "worker")):
+                if (value := getattr(self, name)) != default:
                     raise ValueError(f"Choice: {name}={value!r} is for kind='decent_dp' only, got kind={self.kind!r}")
         elif not isinstance(self.topology, (str, Topology)):
             raise ValueError(f"Choice: topology must be a name or a Topology, got {self.topology!r}: such as 'one-peer-exp'")
@@ -230,17 +248,28 @@ class Choice:
         return self.kind == DECENT_DP
 
     @property
+    def synchronous(self) -> bool:
+        """All workers average their gradients in every step."""
+        return self.kind in (DDP, HSDP, FSDP)
+
+    @property
+    def of_nodes(self) -> bool:
+        """The workers of a node hold the same parameters, or shards of them."""
+        return self.replica == "node" or self.kind == HSDP
+
+    @property
     def topology_name(self) -> str | None:
         """The name that was given, or the title of the topology, or None."""
         return self.topology.title() if isinstance(self.topology, Topology) else self.topology
 
     @property
     def name(self) -> str:
-        """``ddp``, ``push`` or ``TOPOLOGY[, COMPRESSION][, every H]``."""
+        """``ddp``, ``hsdp``, ``fsdp``, ``push`` or ``TOPOLOGY[, node][, COMPRESSION][, every H]``."""
         if not self.decentralized:
             return self.kind
         every = f"every {self.mix_every}" if self.mix_every > 1 else None
-        return ", ".join(part for part in (self.topology_name, self.compression, every) if part)
+        node = "node" if self.of_nodes else None
+        return ", ".join(part for part in (self.topology_name, node, self.compression, every) if part)
 
     @property
     def steps_per_mix(self) -> int:
@@ -257,7 +286,7 @@ class Choice:
         return 1.0 if rank is None else job.numbers_sent(rank)
 
     def message_bytes(self, job: Job) -> float:
-        """Bytes of an exchange of all parameters of a worker."""
+        """Bytes of an exchange of all parameters of a replica."""
         _, code = parse_compression(self.compression)
         return COMPRESSIONS[code] * self.numbers_sent(job) * job.params
 
@@ -298,7 +327,7 @@ class Prediction:
         choice = self.choice
         return {
             **{key: getattr(self, key) for key in ("name", "step_ms", "compute_ms", "waited_ms", "node_bytes")},
-            **{key: getattr(choice, key) for key in ("kind", "compression", "mix_every", "bucket_mb", "extra_ms")},
+            **{key: getattr(choice, key) for key in ("kind", "replica", "compression", "mix_every", "bucket_mb", "extra_ms")},
             "topology": choice.topology_name,
             "limit": self.limit,
             "reason": self.reason,

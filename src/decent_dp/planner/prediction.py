@@ -11,10 +11,11 @@ import numpy as np
 from decent_dp._checks import check_integer
 from decent_dp._compressions import parse_compression
 
-from .describe import DDP, Choice, Cluster, Job, Prediction
+from .describe import FSDP, HSDP, Choice, Cluster, Job, Prediction
 from .events import Timeline, Timing, simulate, simulate_all_reduce
+from .inside import as_one
 from .reasons import explain
-from .traffic import RoundTraffic, Transfer, buckets_of, capacities, collective, make_rounds
+from .traffic import RoundTraffic, all_reduce_s, buckets_of, capacities, collective, make_rounds
 
 __all__ = ["most_buckets_of", "predict"]
 
@@ -31,11 +32,11 @@ _HOST_BYTES_PER_S = 10e9
 _LONGEST_S = 1e9
 # Nanoseconds per parameter for coding and decoding in a step, by backend. On a processor ('gloo'): the mean step with int8 less
 # that with float32, of 4.2 million parameters (benchmarks/results/real-2.json: 397.3 - 382.7 ms; bfloat16 cost less than the
-# noise). With 'nccl' nothing was measured: bfloat16 reads and writes some bytes of a GPU's memory; int8 goes through the CPU
-# and TCP, and is charged as there.
+# noise). With 'nccl': ten times the kernels of an H200 (docs/gpus.md: 4.2 and 6.4 ms per 1e9 parameters), as other GPUs have
+# down to a tenth of its memory's bandwidth.
 _CODING_NS: dict[str, dict[str | None, float]] = {
     "gloo": {None: 0.0, "bfloat16": 0.0, "int8": 3.5},
-    "nccl": {None: 0.0, "bfloat16": 0.05, "int8": 3.5},
+    "nccl": {None: 0.0, "bfloat16": 0.05, "int8": 0.07},
 }
 # Nanoseconds per parameter for a projection or its expansion, of a model of a million parameters on one thread (docs/log.md,
 # "time to the same loss"). Training waits for the expansion; the projection runs beside it. A guess for a GPU.
@@ -53,7 +54,8 @@ def predict(cluster: Cluster, job: Job, choice: Choice, *, steps: int | None = N
     The model has computation with jitter, buckets, and links with latency and rate that flows share. Each worker waits for its
     own partners only. This library: at a bucket's turn in the backward, its exchange of the previous step is waited for, then
     the bucket is mixed, stepped and sent again. DDP: buckets are summed one after another as the backward makes them, and the
-    optimizer waits for all. The model has no congestion beyond fair shares, no memory, and no shortage of CPU cores.
+    optimizer waits for all. A node that is one replica is a worker whose step contains what its workers exchange with each
+    other. The model has no congestion beyond fair shares, no memory, and no shortage of CPU cores.
 
     Args:
         cluster: workers and links.
@@ -64,16 +66,19 @@ def predict(cluster: Cluster, job: Job, choice: Choice, *, steps: int | None = N
         seed: of the jitter, at least 0. The same arguments give the same prediction.
 
     Raises:
-        ValueError: the topology is unknown or does not fit the cluster, ``steps`` or ``seed`` is no integer or too small, or
-            the links are too slow for so many parameters.
+        ValueError: the topology is unknown or does not fit the cluster, the choice does not fit the job, ``steps`` or
+            ``seed`` is no integer or too small, or the links are too slow for so many parameters.
     """
     if steps is not None:
         steps = check_integer("predict: steps", steps, 1)
     seed = check_integer("predict: seed", seed, 0)
     _check_sizes(cluster, job)
+    _check_unit(cluster, job, choice)
+    workers, cluster = cluster, cluster.of_nodes() if choice.of_nodes else cluster
     shares = buckets_of(job, choice, most_buckets_of(cluster.world_size))
-    if choice.kind == DDP:
-        how = "nccl" if cluster.backend == "nccl" else "ring"
+    if choice.synchronous:
+        # FSDP's two all-gathers of half the bytes and its reduce-scatter are as much as an all-reduce by a ring.
+        how = "nccl" if cluster.backend == "nccl" and choice.kind != FSDP else "ring"
         members = (0 if cluster.world_size > 1 else None,) * cluster.world_size
         rounds = [RoundTraffic((collective(cluster, range(cluster.world_size), how),), members, members)]
     else:
@@ -83,11 +88,25 @@ def predict(cluster: Cluster, job: Job, choice: Choice, *, steps: int | None = N
     period = len(rounds)
     warmup = period * math.ceil(_WARMUP / period) if period <= _WARMUP else _WARMUP
     timing = make_timing(cluster, job, choice, shares, warmup + measured, seed, warmup=warmup)
-    if choice.kind == DDP:
+    inside_s = 0.0
+    if choice.of_nodes or choice.kind == FSDP:
+        timing, inside_s = as_one(workers, job, choice, timing, warmup)
+    if choice.kind == FSDP:
+        outcome = simulate_all_reduce(timing, lambda size: 0.0)
+    elif choice.synchronous:
         outcome = simulate_all_reduce(timing, lambda size: all_reduce_s(cluster, rounds[0].transfers[0], size))
     else:
         outcome = simulate(rounds, timing, *capacities(cluster))
-    return _summarize(cluster, job, choice, rounds, outcome, warmup, len(shares))
+    return _summarize(cluster, job, choice, rounds, outcome, warmup, len(shares), inside_s)
+
+
+def _check_unit(cluster: Cluster, job: Job, choice: Choice) -> None:
+    if choice.of_nodes and not cluster.several_of_several:
+        sizes = f"world_size={cluster.world_size} and local_world_size={cluster.local_world_size}"
+        raise ValueError(f"{choice.name}: nodes are replicas where several have several workers each, got {sizes}")
+    if job.sharded != (choice.kind in (HSDP, FSDP)) and not (job.sharded and choice.of_nodes):
+        fix = "take replica='node', 'hsdp' or 'fsdp'" if job.sharded else "it is for a Job with sharded=True"
+        raise ValueError(f"{choice.name} does not fit a model that is {'' if job.sharded else 'not '}sharded: {fix}")
 
 
 def _check_sizes(cluster: Cluster, job: Job) -> None:
@@ -112,7 +131,7 @@ def make_timing(
     cluster: Cluster, job: Job, choice: Choice, shares: Sequence[float], steps: int, seed: int, *, warmup: int = 0
 ) -> Timing:
     """The computation of all workers in all steps; its mean over workers and the steps after ``warmup`` is that of ``job``."""
-    n = cluster.world_size
+    n = cluster.world_size * cluster.processes
     random = np.random.default_rng(seed)
     spread = math.sqrt(math.log1p(job.jitter**2))
     factor = np.exp(spread * random.standard_normal((steps, n)) - spread**2 / 2)
@@ -124,7 +143,7 @@ def make_timing(
     backward[0] += job.forward_ms * 1e-3
     coding = _coding_s(cluster, job, choice) * part
     nbytes = choice.message_bytes(job) * part
-    copies = 2 * nbytes / _HOST_BYTES_PER_S  # to the CPU and back
+    copies = 2 * nbytes / _HOST_BYTES_PER_S / cluster.processes  # to the CPU and back
     after = job.optimizer_ms * 1e-3 * part
     return Timing(factor, backward.tolist(), after.tolist(), coding.tolist(), copies.tolist(), nbytes.tolist())
 
@@ -133,14 +152,7 @@ def _coding_s(cluster: Cluster, job: Job, choice: Choice) -> float:
     """Seconds for coding and decoding in a step."""
     _, code = parse_compression(choice.compression)
     ns = _CODING_NS[cluster.backend][code] * choice.numbers_sent(job) + _PROJECTION_NS[cluster.backend] * choice.low_rank
-    return ns * 1e-9 * job.params / choice.steps_per_mix
-
-
-def all_reduce_s(cluster: Cluster, transfer: Transfer, size: float) -> float:
-    """Seconds of an all-reduce of ``size`` bytes on idle links."""
-    _, per_flow = capacities(cluster)
-    slowest = max((copies / per_flow[link] for link, copies in transfer.loads), default=0.0)
-    return transfer.latency_s + size * slowest if len(transfer.starters) > 1 else 0.0
+    return ns * 1e-9 * job.params / choice.steps_per_mix / cluster.processes
 
 
 def _sending_s(cluster: Cluster, job: Job, choice: Choice, rounds: Sequence[RoundTraffic]) -> float:
@@ -148,9 +160,8 @@ def _sending_s(cluster: Cluster, job: Job, choice: Choice, rounds: Sequence[Roun
     if not choice.decentralized:
         return 0.0
     begun = [made.transfers[start] for made in rounds for start in made.starts if start is not None]
-    copies = (
-        sum(transfer.detour for transfer in begun) * 2 * choice.message_bytes(job) / choice.steps_per_mix / _HOST_BYTES_PER_S
-    )
+    sent = sum(transfer.detour for transfer in begun) * choice.message_bytes(job) / choice.steps_per_mix
+    copies = 2 * sent / _HOST_BYTES_PER_S / cluster.processes
     return (len(begun) * _coding_s(cluster, job, choice) + copies) / (len(rounds) * cluster.world_size)
 
 
@@ -162,10 +173,11 @@ def _summarize(
     outcome: Timeline,
     warmup: int,
     buckets: int,
+    inside_s: float,
 ) -> Prediction:
     measured = len(outcome.ends) - warmup
     step_s = float(((outcome.ends[-1] - outcome.ends[warmup - 1]) / measured).mean())
-    computed_s = step_s - min(step_s, float(outcome.waited[warmup:].mean()))
+    computed_s = step_s - min(step_s, float(outcome.waited[warmup:].mean()) + inside_s)
     sent = [copies for made in rounds for transfer in made.transfers for _, copies in transfer.crossing]
     prediction = Prediction(
         choice=choice,
@@ -175,9 +187,10 @@ def _summarize(
         node_bytes=sum(sent) / len(rounds) / cluster.n_nodes * choice.message_bytes(job),
         limit="compute",
         reason="",
-        mixing=0.0 if choice.kind == DDP else None,
+        mixing=0.0 if choice.synchronous else None,
         detour=any(transfer.detour for made in rounds for transfer in made.transfers),
     )
     coding_ms = 1e3 * _sending_s(cluster, job, choice, rounds)
-    limit, reason = explain(cluster, job, prediction, rounds, buckets=buckets, coding_ms=coding_ms)
+    inside_ms = 1e3 * inside_s if choice.of_nodes else 0.0
+    limit, reason = explain(cluster, job, prediction, rounds, buckets=buckets, coding_ms=coding_ms, inside_ms=inside_ms)
     return replace(prediction, limit=limit, reason=reason)

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from decent_dp.topo import TopologyReg, make_topology
 from decent_dp.topo.analysis import MOST_WORKERS, analyse
-from decent_dp.topo.registry import names_that_fit, why_unfit
+from decent_dp.topo.registry import counts_replicas, why_unfit
 
-from .describe import COMPRESSIONS, DDP, DECENT_DP, Choice, Cluster, Job, Prediction
+from .describe import COMPRESSIONS, DDP, DECENT_DP, FSDP, HSDP, Choice, Cluster, Job, Prediction
 from .prediction import most_buckets_of, predict
 from .traffic import buckets_of
 
-__all__ = ["candidates", "left_out", "plan", "same_rounds"]
+__all__ = ["candidates", "default_replica", "left_out", "plan", "same_rounds"]
 
 DEFAULT_MB, OTHER_MB = 25.0, (10.0, 50.0)
 # Other bucket sizes change a step by some percent, so they are predicted only for choices that are this near to the fastest.
@@ -27,27 +27,55 @@ _TIE = 0.01
 
 def left_out(cluster: Cluster) -> dict[str, str]:
     """Registered topologies that do not fit the cluster, with the reason."""
-    reasons = {name: why_unfit(name, cluster.world_size, cluster.local_world_size) for name in TopologyReg.registry}
+    reasons = {name: why_unfit(name, *_size(cluster, name)) for name in TopologyReg.registry}
     return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def default_replica(cluster: Cluster, name: str) -> str:
+    """What ``gossip`` makes a replica by default."""
+    return "node" if cluster.several_of_several and counts_replicas(name) else "worker"
+
+
+def _size(cluster: Cluster, name: str) -> tuple[int, int]:
+    """The number of replicas that a topology connects, and that on a node."""
+    counted = cluster.of_nodes() if default_replica(cluster, name) == "node" else cluster
+    return counted.world_size, counted.local_world_size
 
 
 def same_rounds(cluster: Cluster) -> dict[str, str]:
     """Registered topologies that fit and have the rounds of one registered before, with the name of that one."""
-    first: dict[str | int, str] = {}
+    first: dict[tuple[object, ...], str] = {}
     same = {}
-    for name in names_that_fit(cluster.world_size, cluster.local_world_size):
-        made = make_topology(name, local_world_size=cluster.local_world_size, world_size=cluster.world_size, rank=0)
-        known = first.setdefault(made.fingerprint()["rounds"], name)
+    for name in _names(cluster):
+        n, local = _size(cluster, name)
+        made = make_topology(name, local_world_size=local, world_size=n, rank=0)
+        known = first.setdefault((n, made.fingerprint()["rounds"]), name)
         if known != name:
             same[name] = known
     return same
 
 
-def candidates(cluster: Cluster) -> list[Choice]:
-    """DDP, and every registered topology that fits with every compression; one of those that have the same rounds."""
+def _names(cluster: Cluster) -> list[str]:
+    """The registered topologies that fit."""
+    misfits = left_out(cluster)
+    return [name for name in TopologyReg.registry if name not in misfits]
+
+
+def candidates(cluster: Cluster, *, sharded: bool = False) -> list[Choice]:
+    """DDP, and every registered topology that fits with every compression; one of those that have the same rounds.
+
+    Where there are several nodes of several workers each, nodes are the replicas, but in topologies that know of nodes.
+    ``sharded``: of a sharded job, HSDP and FSDP, and nodes alone.
+    """
     same = same_rounds(cluster)
-    names = [name for name in names_that_fit(cluster.world_size, cluster.local_world_size) if name not in same]
-    return [Choice(DDP), *(Choice(DECENT_DP, name, compression) for name in names for compression in COMPRESSIONS)]
+    found = [Choice(DDP)]
+    if sharded:
+        found = [Choice(HSDP), Choice(FSDP)] if cluster.several_of_several else [Choice(FSDP)]
+    for name in _names(cluster):
+        replica = default_replica(cluster, name)
+        if name not in same and (replica == "node" or not sharded):
+            found += [Choice(DECENT_DP, name, compression, replica=replica) for compression in COMPRESSIONS]
+    return found
 
 
 def plan(cluster: Cluster, job: Job, choices: Sequence[Choice] | None = None, *, seed: int = 0) -> list[Prediction]:
@@ -70,16 +98,16 @@ def plan(cluster: Cluster, job: Job, choices: Sequence[Choice] | None = None, *,
 
     def found(choice: Choice) -> Prediction:
         prediction = predict(cluster, job, choice, seed=seed)
-        if choice.kind == DDP:
+        if choice.synchronous:
             return prediction
-        key = choice.topology, choice.mix_every, choice.low_rank
+        key = choice.topology, choice.mix_every, choice.low_rank, choice.replica
         if key not in mixing:
             mixing[key] = _mixing(cluster, choice)
         return replace(prediction, mixing=mixing[key])
 
     if choices is not None:
         return _ranked([found(choice) for choice in choices], job)
-    usual = [found(choice) for choice in candidates(cluster)]
+    usual = [found(choice) for choice in candidates(cluster, sharded=job.sharded)]
     best = min(prediction.step_ms for prediction in usual)
     others = []
     for prediction in usual:
@@ -100,18 +128,21 @@ def plan(cluster: Cluster, job: Job, choices: Sequence[Choice] | None = None, *,
 
 def _mixing(cluster: Cluster, choice: Choice) -> float | None:
     """The factor by which a step shrinks the consensus error, of a composition that of its last part."""
+    cluster = cluster.of_nodes() if choice.of_nodes else cluster
     if choice.topology is None or choice.low_rank or cluster.world_size > MOST_WORKERS:
         return None
     made = make_topology(choice.topology, local_world_size=cluster.local_world_size, world_size=cluster.world_size, rank=0)
     topology, _ = made._final_part()
     h = choice.steps_per_mix
-    return float(analyse(topology).rate ** (1 / h))
+    known = analyse(topology)
+    # Random rounds average exactly at some time by chance, and not in every period.
+    return float(known.rate ** (1 / h)) if known.rate or known.exact else None
 
 
 def _ranked(predictions: Sequence[Prediction], job: Job) -> list[Prediction]:
     def preference(found: Prediction) -> tuple[float, ...]:
         mixing = 1.0 if found.mixing is None else round(found.mixing, 6)
-        differ = found.choice.kind != DDP
+        differ = not found.choice.synchronous
         away = abs(found.choice.bucket_mb - DEFAULT_MB)
         return differ, found.detour, mixing, -found.choice.message_bytes(job), found.node_bytes, away, found.step_ms
 
@@ -119,12 +150,13 @@ def _ranked(predictions: Sequence[Prediction], job: Job) -> list[Prediction]:
     direct: dict[object, float] = {}
     for found in predictions:
         if found.choice.decentralized and not found.detour:
-            name = found.choice.topology
+            name = found.choice.topology, found.choice.replica
             direct[name] = min(direct.get(name, math.inf), found.step_ms)
 
     def by(found: Prediction) -> float:
         """The time that counts: of a detour that is hardly faster than the same through NCCL, the latter's."""
-        other = direct.get(found.choice.topology, math.inf) if found.detour else math.inf
+        name = found.choice.topology, found.choice.replica
+        other = direct.get(name, math.inf) if found.detour else math.inf
         return max(found.step_ms, other) if found.step_ms * _SURE > other else found.step_ms
 
     left = sorted(predictions, key=by)

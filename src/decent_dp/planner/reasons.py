@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .describe import DDP, Cluster, Job, Prediction
+from .describe import FSDP, Cluster, Job, Prediction
 from .traffic import RoundTraffic, capacities
 
 __all__ = ["explain"]
@@ -30,7 +30,14 @@ class _Load:
 
 
 def explain(
-    cluster: Cluster, job: Job, found: Prediction, rounds: Sequence[RoundTraffic], *, buckets: int, coding_ms: float
+    cluster: Cluster,
+    job: Job,
+    found: Prediction,
+    rounds: Sequence[RoundTraffic],
+    *,
+    buckets: int,
+    coding_ms: float,
+    inside_ms: float,
 ) -> tuple[str, str]:
     """The limit of the step, and a sentence that explains it.
 
@@ -38,10 +45,15 @@ def explain(
         cluster, job, found, rounds: the prediction and its inputs.
         buckets: number of buckets.
         coding_ms: milliseconds per step of coding and of copies to the CPU, of the mean worker.
+        inside_ms: milliseconds per step that the workers of a node wait for each other.
     """
     if cluster.world_size == 1:
         return "compute", "one worker exchanges nothing: a step is its computation"
-    limit, reason = _explain(cluster, job, found, rounds, buckets, coding_ms)
+    if inside_ms > 0.5 * found.waited_ms > 0.5 * _LITTLE * found.step_ms:
+        limit = "links inside a node"
+        reason = f"{_ms(inside_ms)} per step are waited for inside the node, whose workers sum gradients and gather parameters"
+    else:
+        limit, reason = _explain(cluster, job, found, rounds, buckets, coding_ms)
     if found.detour:
         what = "bfloat16 in groups" if found.choice.compression == "bfloat16" else str(found.choice.compression)
         reason += f"; {what} goes through the CPU and TCP, not NCCL"
@@ -63,7 +75,7 @@ def _explain(
     if found.waited_ms < _LITTLE * found.step_ms:
         return _hidden(found, busiest, coding_ms)
     latency_s = sum(max((e.latency_s for e in made.transfers), default=0.0) for made in rounds) / len(rounds)
-    times = buckets if found.choice.kind == DDP else 1
+    times = buckets if found.choice.synchronous else 1
     causes = {**{name: load.mean_s for name, load in loads.items()}, "latency": times * latency_s}
     limit = max(causes, key=lambda name: causes[name])
     waited = f"{_ms(found.waited_ms)} per step are waited for"
@@ -93,7 +105,9 @@ def _carried(found: Prediction, limit: str, load: _Load) -> str:
     if limit == "the CPU and TCP":
         return f"a worker's CPU moves its messages for {_ms(1e3 * load.mean_s)} per round"
     where = "a node's link to the others" if limit == "links between nodes" else "a worker's link inside its node"
-    sends = "its all-reduce sends" if found.choice.kind == DDP else "its exchanges send"
+    sends = "its all-reduce sends" if found.choice.synchronous else "its exchanges send"
+    if found.choice.kind == FSDP:
+        sends = "its all-gathers and reduce-scatter send the bytes of"
     when = "every step" if load.share == 1 else f"{_portion(load.share)} of the rounds"
     copies = f"{load.copies:.3g} cop{'y' if load.copies == 1 else 'ies'}"
     return f"{sends} {copies} of the parameters over {where} in {when}, {_ms(1e3 * load.worst_s)} each"

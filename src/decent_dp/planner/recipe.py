@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from decent_dp.topo.registry import names_that_fit
-
-from .describe import DDP, DECENT_DP, Choice, Cluster, Job, Prediction
+from .describe import DDP, DECENT_DP, FSDP, HSDP, Choice, Cluster, Job, Prediction
 from .prediction import predict
-from .ranking import same_rounds
+from .ranking import left_out, same_rounds
 
 __all__ = ["Recipe", "more_steps", "recipe"]
 
@@ -26,6 +24,12 @@ _RANKS, _INTERVALS = (64, 32, 16, 8, 4, 2, 1), (1, 2, 4, 8, 16, 32)
 _MOST_NUMBERS = 0.5
 # A step of GossipAdamW takes so many times one of torch's fused AdamW (benchmarks/results/optim.json).
 _OPTIMIZER = 3.5
+# What PyTorch's own are called in code.
+_CALLS = {
+    DDP: "model = torch.nn.parallel.DistributedDataParallel(model)",
+    HSDP: "fully_shard(model, mesh=mesh)  # of two dimensions: the nodes, and the workers of each",
+    FSDP: "fully_shard(model)",
+}
 # A mixing factor of 0, but for rounding.
 _EXACT = 1e-6
 # A step that waits less than this does not wait.
@@ -48,13 +52,13 @@ class Recipe:
 
     @property
     def code(self) -> str:
-        """The call to copy; for DDP its own."""
+        """The call to copy; for PyTorch's own theirs."""
         choice = self.prediction.choice
-        if choice.kind == DDP:
-            return "model = torch.nn.parallel.DistributedDataParallel(model)"
+        if not choice.decentralized:
+            return _CALLS[choice.kind]
         given = {"topology": choice.topology_name, "compression": choice.compression, "mix_every": choice.mix_every}
         options = [f'{name}="{value}"' for name, value in given.items() if isinstance(value, str)]
-        options += [f"mix_every={choice.mix_every}"] * (choice.mix_every > 1)
+        options += [f"mix_every={choice.mix_every}"] * (choice.mix_every > 1) + ['replica="node"'] * choice.of_nodes
         return f"replica = decent_dp.gossip(model, optimizer, {', '.join(options)})"
 
 
@@ -77,7 +81,7 @@ def recipe(cluster: Cluster, job: Job, predictions: Sequence[Prediction], *, see
     Raises:
         ValueError: DDP is not among the predictions.
     """
-    ddp = next((found for found in predictions if found.choice.kind == DDP), None)
+    ddp = next((found for found in predictions if found.choice.synchronous), None)
     if ddp is None:
         raise ValueError("recipe: predictions must contain one of DDP, which others are compared with")
     whole = [found for found in predictions if _is_measured(cluster, found)]
@@ -99,18 +103,18 @@ def recipe(cluster: Cluster, job: Job, predictions: Sequence[Prediction], *, see
 
 
 def _is_measured(cluster: Cluster, found: Prediction) -> bool:
-    """Whether ``more_steps`` holds for it: with one worker per node for the topology with which it was measured, with several
-    for those that, as it does, average exactly in each period."""
+    """Whether ``more_steps`` holds for it: with one replica per node for the topology with which it was measured, with
+    several for those that, as it does, average exactly in each period."""
     choice = found.choice
-    if choice.kind == DECENT_DP and cluster.local_world_size == 1:
+    if choice.decentralized and (cluster.local_world_size == 1 or choice.of_nodes):
         return choice.topology in (_TOPOLOGY, same_rounds(cluster).get(_TOPOLOGY))
-    return choice.kind == DDP or (choice.kind == DECENT_DP and found.mixing is not None and found.mixing < _EXACT)
+    return choice.synchronous or (choice.decentralized and found.mixing is not None and found.mixing < _EXACT)
 
 
 def _shorter(cluster: Cluster, job: Job) -> list[Choice]:
-    if _TOPOLOGY not in names_that_fit(cluster.world_size, cluster.local_world_size):
+    if _TOPOLOGY in left_out(cluster):
         return []
-    plain = Choice(DECENT_DP, _TOPOLOGY, _CODE)
+    plain = Choice(DECENT_DP, _TOPOLOGY, _CODE, replica="node" if cluster.several_of_several else "worker")
     choices = [plain, *(replace(plain, compression=f"low-rank:{rank},{_CODE}") for rank in _RANKS)]
     useful = [choice for choice in choices if not choice.low_rank or choice.numbers_sent(job) <= _MOST_NUMBERS]
     found = [replace(choice, mix_every=h) for choice in useful for h in _INTERVALS]

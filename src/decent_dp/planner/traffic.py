@@ -12,17 +12,19 @@ from dataclasses import dataclass, replace
 from decent_dp._sizes import MIB, choose_sizes
 from decent_dp.topo import Topology, make_topology
 
-from .describe import DDP, PUSH, Choice, Cluster, Job
+from .describe import FSDP, HSDP, PUSH, Choice, Cluster, Job
 
-__all__ = ["RoundTraffic", "Transfer", "buckets_of", "capacities", "collective", "make_rounds", "node_copies"]
+__all__ = ["BLOCKS", "RoundTraffic", "Transfer", "all_reduce_s", "buckets_of", "capacities", "collective", "make_rounds"]
 
 # Messages of its groups' trees that a worker requests at a time: one of each other node, within these limits (TCP links).
 _REQUESTED_AT_ONCE, _MOST_REQUESTED = 4, 12
 # Messages one way: the offer, the request and the data (the transport's TCP links).
 _HANDSHAKE = 3
-# For messages that NCCL does not take: bytes per second that a worker's one TCP thread moves each way, and the least latency.
-# Guesses on the safe side: no such cluster was measured.
-_TCP_BYTES_PER_S, _TCP_LATENCY_S = 1e9, 30e-6
+# For messages that NCCL does not take: bytes per second that a process's one thread moves each way inside a node (docs/gpus.md)
+# and, encrypted, between nodes (docs/network.md); and the least latency, a guess.
+_TCP_BYTES_PER_S, _ENCRYPTED_BYTES_PER_S, _TCP_LATENCY_S = 0.7e9, 0.25e9, 30e-6
+# FSDP gathers and sums the blocks of a transformer one after another.
+BLOCKS = 32
 # Without a period, or with a long one, this many late rounds are simulated.
 _SAMPLED_ROUNDS, _LATE, _LONG = 16, 1_000_000, 256
 
@@ -67,7 +69,20 @@ def capacities(cluster: Cluster) -> tuple[list[float], list[float]]:
     """Bytes per second of every link: in all, and for one flow."""
     between = [cluster.inter.bytes_per_s] * (2 * cluster.n_nodes)
     inside = [cluster.intra.bytes_per_s] * (2 * cluster.world_size)
-    return [cluster.ports * rate for rate in between] + inside, [cluster.flow_ports * rate for rate in between] + inside
+    of_a_flow = min(cluster.ports, cluster.flow_ports * cluster.processes)
+    return [cluster.ports * rate for rate in between] + inside, [of_a_flow * rate for rate in between] + inside
+
+
+def all_reduce_s(cluster: Cluster, transfer: Transfer, size: float) -> float:
+    """Seconds of an all-reduce of ``size`` bytes on idle links. An all-gather by a ring takes half of it."""
+    _, per_flow = capacities(cluster)
+    slowest = max((copies / per_flow[link] for link, copies in transfer.loads), default=0.0)
+    return transfer.latency_s + size * slowest if len(transfer.starters) > 1 else 0.0
+
+
+def _most(cluster: Cluster, across: bool) -> float:
+    """Bytes per second of a worker's messages that NCCL does not take."""
+    return cluster.processes * (_ENCRYPTED_BYTES_PER_S if across else _TCP_BYTES_PER_S)
 
 
 def _node_ways(cluster: Cluster, node: int) -> tuple[int, int]:
@@ -132,7 +147,7 @@ def collective(cluster: Cluster, ranks: Sequence[int], how: str) -> Transfer:
     lanes = tuple((rank, lane) for rank in ranks for lane in ((0, 1) if k > 1 else (1,)))
     crossing = tuple((node, copies) for node in members) if k > 1 else ()
     detour = how == "tree" and cluster.backend == "nccl"
-    most = _TCP_BYTES_PER_S / (2 * (m - 1) / m) if detour and m > 1 else math.inf
+    most = _most(cluster, k > 1) / (2 * (m - 1) / m) if detour and m > 1 else math.inf
     return Transfer(ranks, ranks, tuple(loads), crossing, latency, lanes, busy, most, detour)
 
 
@@ -165,7 +180,7 @@ def _pair(cluster: Cluster, a: int, b: int, detour: bool) -> Transfer:
     crossing = ((cluster.node(a), 1.0), (cluster.node(b), 1.0)) if across else ()
     lane = 0 if across else 1
     loads = _send(cluster, a, b) + _send(cluster, b, a)
-    most = _TCP_BYTES_PER_S if detour else math.inf
+    most = _most(cluster, across) if detour else math.inf
     return Transfer((a, b), (a, b), loads, crossing, steps * latency, ((a, lane), (b, lane)), most=most, detour=detour)
 
 
@@ -243,8 +258,10 @@ def buckets_of(job: Job, choice: Choice, most: int) -> list[float]:
     (``choose_sizes``). Parameters are assumed to be small beside a bucket. More than ``most`` buckets of
     this library are merged into that many, except for the first: each waits for its own exchange of the previous step, so the
     latency counts once per step, whatever their number. DDP's buckets are summed one after another, each with the latency, and
-    are not merged.
+    are not merged. FSDP's are blocks.
     """
+    if choice.kind in (HSDP, FSDP):
+        return [1 / BLOCKS] * BLOCKS
     total = 4 * job.params
     limit = choice.bucket_mb * MIB
     if choice.decentralized:
@@ -255,7 +272,7 @@ def buckets_of(job: Job, choice: Choice, most: int) -> list[float]:
     rest = total - shares[0] * total
     if rest > 1e-9 * total:
         count = -(-rest // size)
-        if choice.kind != DDP and count > most - 1:
+        if not choice.synchronous and count > most - 1:
             shares += [rest / total / (most - 1)] * (most - 1)
         else:
             shares += [size / total] * int(count - 1) + [(rest - (count - 1) * size) / total]

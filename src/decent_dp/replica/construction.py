@@ -23,10 +23,11 @@ from decent_dp.membership.runs import register
 from decent_dp.optim.statistics import SharesStatistics
 from decent_dp.replica.averages import broadcast_, control_of_part
 from decent_dp.replica.consistency import call_on_all, check_consistency, compare, model_signature
+from decent_dp.replica.nodes import agree_on_nodes
 from decent_dp.replica.optimizer_guards import Options, warn_of_rates
 from decent_dp.replica.shards import assign_replicas, is_sharded, local
 from decent_dp.replica.shared_statistics import refuse_isolated
-from decent_dp.replica.shares import Shares, agree_on_nodes
+from decent_dp.replica.shares import Shares
 from decent_dp.rules import DriftCorrection, Rule
 from decent_dp.rules.rule import rule_settings
 from decent_dp.topo import Edge, Topology, TopologyReg, make_topology
@@ -61,6 +62,7 @@ class Settings:
             "bucket_size_in_mb", self.bucket_size_in_mb, "a number of MiB, or 0 (one bucket per parameter)", at_least=0.0
         )
         check_integer("mix_every", self.mix_every, 1, "updates")
+        check_compression(self.compression)
 
     def signature(self) -> dict[str, Any]:
         plain = {k: v if isinstance(v, (bool, str, NoneType)) else float(v) for k, v in asdict(self).items()}
@@ -129,7 +131,8 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
     """
 
     def attempt() -> tuple[tuple[Agreement, EpochStore | None], dict[str, Any]]:
-        local_world_size = replicas.peers_on_node(transport.rank, given.local_world_size)
+        is_node = replicas.shards > 1 and "of" in (given.mesh or ())
+        local_world_size = 1 if is_node else replicas.peers_on_node(transport.rank, given.local_world_size)
         made = _topology_of_replicas(given.topology, local_world_size, peers, replicas)
         refuse_isolated(given.sharing, made)
         narrow = any(param.itemsize < 4 for param in model.parameters())
@@ -155,8 +158,7 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         if isinstance(transport, NewcomerTransport):
             compare(transport.signature, json.loads(json.dumps(shared)), transport.rank)
         store = _open_store(transport, mixing, given.faults, shared)
-        agreed = Agreement(given.settings, mixing, rule, replicas, peers, Members(transport, replicas), own)
-        return (agreed, store), shared
+        return (Agreement(given.settings, mixing, rule, replicas, peers, Members(transport, replicas), own), store), shared
 
     def check_all() -> Arguments:
         checked = check()
@@ -172,7 +174,7 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
             replicas, weights = _replicas_of_run(transport, given.mesh), _weights_of_run(transport, given.weight)
         else:
             meshes, found = zip(*transport.control.gather([given.mesh, given.weight]), strict=True)
-            replicas, weights = assign_replicas(agree_on_nodes(meshes)), _agree_on_weights(found)
+            replicas, weights = assign_replicas(agree_on_nodes(meshes, transport.rank)), _agree_on_weights(found)
         peers = _peers_of(transport, replicas, given.faults)
         agreed, store = check_consistency(transport.control, transport.rank, attempt)
         neighbours = None if given.faults is None else peers.tolerate(given.faults)
@@ -288,14 +290,16 @@ def _replicas_of_run(transport: NewcomerTransport, mesh: Mapping[str, Any] | Non
     replicas = Replicas(tuple(map(tuple, transport.signature["settings"]["workers of each replica"])))
     if mesh is not None and mesh.get("of") == "auto" and replicas.shards == 1:
         mesh = None
-    shards = 1 if mesh is None else len(mesh["ranks"])
+    is_node = mesh is not None and "of" in mesh
+    shards = 1 if mesh is None else mesh["on_node"] if is_node else len(mesh["ranks"])
     if shards != replicas.shards:
+        how = f"there are {shards} on this node" if is_node else f"this model is sharded over {shards}"
         raise ValueError(
-            f"a replica of this run has {replicas.shards} workers, and this model is sharded over {shards}: start as many "
-            "processes together, and call fully_shard over all of them."
+            f"a replica of this run has {replicas.shards} workers, and {how}: start as many processes together"
+            f"{'' if is_node else ', and call fully_shard over all of them'}."
         )
     number, position = replicas.place_of(transport.rank)
-    own = 0 if mesh is None else mesh["ranks"].index(mesh["rank"])
+    own = 0 if mesh is None else position if is_node else mesh["ranks"].index(mesh["rank"])
     if own != position:
         raise ValueError(
             f"worker {transport.rank} of this run has part {position} of replica {number}, and this process has part {own} of "

@@ -79,38 +79,40 @@ class Mates:
                 self._transport.plane.connect(rank)
             start_thread(_looks_of(self), "decent_dp-mates", self._monitor.neighbours.fail)
 
-    def agree_on(self, target: int, *, alone: bool = False) -> int:
-        """The round in which this replica goes on, the same on all of its workers. They call it together.
+    def agree_on(self, target: int, nonfinite: int, *, alone: bool = False) -> tuple[int, int]:
+        """The round in which this replica goes on, and the last one in which it was not finite, the same on all of its workers.
+        They call it together.
 
         They come to epochs in the same round, too: as soon as all of them know one.
 
         Args:
             target: the first round that the others of this worker have not passed.
+            nonfinite: the last round in which this worker's part was not finite.
             alone: they make no steps together at present. Then it is each worker's own.
 
         Raises:
             PeerLostError, PeerTimeoutError: one of them is gone, or does not come.
         """
         if self._monitor is None:
-            return target
+            return target, nonfinite
         epochs = self._monitor.epochs
         if alone:
             if epochs is not None:
                 epochs.limit = math.inf
-            return target
+            return target, nonfinite
         self._training = threading.get_ident()
         name, what, self._votes = f"{self._kind}/{self._votes}", "a round", self._votes + 1
-        own = target, 0 if epochs is None else -epochs.coming
+        own = target, nonfinite, 0 if epochs is None else -epochs.coming
         agreed = self._transport.agree(name, json.dumps(own), what, among=self._ranks)
         late = f"did not come to {what} of its replica: the workers of one replica make the same steps."
         texts = wait_for_all(self._transport, name, agreed, self._transport.timeout, what, late)
         if lost := [rank for rank in self._ranks if rank not in texts]:
             self._lose(lost)
         self.refuse_lost()
-        target, known = map(max, zip(*map(json.loads, texts.values()), strict=True))
+        target, nonfinite, known = map(max, zip(*map(json.loads, texts.values()), strict=True))
         if epochs is not None:
             epochs.limit = -known
-        return target
+        return target, nonfinite
 
     def refuse_lost(self) -> None:
         """Raises PeerLostError if one of them is gone."""

@@ -42,21 +42,6 @@ class HookedModel(ABC):
         for module in called_first(model):
             self.hooks.append(module.register_forward_pre_hook(_ForwardHook(me, known, _refuse_ddp)))
 
-    def call_around_forward(self, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """``before`` is called with the arguments of each forward of the model, and ``after`` with what it returns."""
-
-        def enter(_: HookedModel, __: nn.Module, args: Any, kwargs: Any) -> None:
-            before(*args, **kwargs)
-
-        def leave(_: HookedModel, __: nn.Module, ___: Any, output: Any) -> None:
-            after(output)
-
-        me = weakref.ref(self)
-        for module in called_first(self.model):
-            known = frozenset([id(module)])
-            self.hooks.append(module.register_forward_pre_hook(_UntracedHook(me, known, enter), with_kwargs=True))
-            self.hooks.append(module.register_forward_hook(_UntracedHook(me, known, leave)))
-
     @property
     def averages_gradients(self) -> bool:
         """Whether DDP around the model averages over the workers of a replica, as it should."""
@@ -158,14 +143,6 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         return (_no_hook, ())
-
-
-class _UntracedHook(_Hook):
-    """A hook that torch.compile does not look into."""
-
-    @_disable_dynamo
-    def __call__(self, module: nn.Module, *args: Any) -> None:
-        super().__call__(module, *args)
 
 
 class _ForwardHook(_Hook):

@@ -13,7 +13,6 @@ import sys
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import Any, ClassVar
 
@@ -36,48 +35,15 @@ from decent_dp.replica.module_hooks import HookedModel
 from decent_dp.replica.parameters import Parameters
 from decent_dp.replica.shards import fsdp_modules
 from decent_dp.replica.shared_statistics import Statistics, tell_drifts, tell_replicas
+from decent_dp.replica.shares import describe_replica
 from decent_dp.replica.shutdown import passing_error, shut_down
+from decent_dp.replica.stats import Stats
 from decent_dp.replica.uneven import finish_together
 from decent_dp.transport import Control, NewcomerTransport, Transport
 
 __all__ = ["Listener", "Replica", "Stats"]
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Counters of one worker.
-
-    Attributes:
-        updates: optimizer steps taken.
-        rounds: rounds made, including those before a restart; more than ``updates`` if a scaler skipped steps, or ``join``
-            made rounds without one.
-        bytes_sent: bytes that this worker has sent for exchanges, without headers and flags.
-        grad_norm: norm of the gradients of the last update before clipping; None without ``grad_clip_norm``.
-        exchanges: finished exchanges of single buckets.
-        waited_s: seconds that the training thread has waited for exchanges.
-        rejected: blocks of parameters that were not mixed, because replicas were further apart than the compression can
-            represent.
-        nonfinite: rounds that this worker sat out, because a replica of its edge had a NaN or an infinity.
-        holes: exchanges of single buckets that were left out, because the other worker was gone, silent or much too slow;
-            0 without ``faults``.
-        one_sided: exchanges that this worker has dropped, as it could not learn whether the other one mixes them: the only
-            ones that can move the mean over the replicas.
-        reconnects: connections to other workers that were made in place of lost ones; 0 without ``faults``.
-    """
-
-    updates: int
-    rounds: int
-    bytes_sent: int
-    grad_norm: float | None
-    exchanges: int = 0
-    waited_s: float = 0.0
-    rejected: int = 0
-    nonfinite: int = 0
-    holes: int = 0
-    one_sided: int = 0
-    reconnects: int = 0
 
 
 class Listener:
@@ -160,6 +126,7 @@ class Replica(HookedModel):
         self.scaler: torch.amp.GradScaler | None = None
         self.steps = 0
         self.joining = self._has_run_out = False
+        self._nonfinite_in = -1
         self.closed, self._handled = False, id(sys.exc_info()[1])
         self.superseded = False
         self._on_cuda = any(param.is_cuda for param in self.parameters.params)
@@ -170,6 +137,8 @@ class Replica(HookedModel):
         params = self.parameters.params
         size = f"{sum(param.numel() for param in params)} trainable parameters in {len(params)} tensors"
         _log.debug("%s, compression %s, %s", where, self.settings.compression, size)
+        if transport.rank == 0:
+            _log.info("%d workers, %d replicas; %s", transport.world_size, len(self.replicas.workers), self.describe_replica())
         # Runs at exit too, also in processes of multiprocessing, where atexit handlers do not run.
         self._finalizer = Finalize(self, shut_down, args=(self.engine, transport, threading.current_thread()), exitpriority=100)
 
@@ -243,9 +212,24 @@ class Replica(HookedModel):
         for bucket in self.engine.buckets:
             bucket.buffer.rebind()
 
+    def describe_replica(self) -> str:
+        """What mixes, and over what."""
+        own = self.replicas.workers_of(self.replicas.place_of(self.world.rank)[0])
+        return describe_replica(own, self.shares, self.world.carrier(on_gpus=self._on_cuda))
+
     @property
     def averages_gradients(self) -> bool:
         return self.shares is not None and self.shares.group.averages
+
+    @property
+    def nonfinite_in(self) -> int:
+        """The last round in which this replica was not finite, the same on all of its workers; -1 if it never was."""
+        return self.engine.nonfinite_in if self.replicas.shards == 1 else self._nonfinite_in
+
+    @property
+    def has_own_gradients(self) -> bool:
+        """Whether gradients are not averaged yet over the workers of a node."""
+        return False
 
     def share(self) -> None:
         """The workers of a node gather what each has mixed."""
@@ -274,8 +258,10 @@ class Replica(HookedModel):
     def catch_up(self) -> None:
         """Goes on in the round of the others, if they have gone on without this replica. Called between two rounds."""
         before, target = self.engine.round, self.engine.round_of_others()
-        # At the end of `join` the workers of a replica make no steps together.
-        self.engine.go_to(self.mates.agree_on(target, alone=self._has_run_out))
+        # At the end of `join` the workers of a sharded replica make no steps together.
+        alone = self._has_run_out and self.shares is None
+        target, self._nonfinite_in = self.mates.agree_on(target, self.engine.nonfinite_in, alone=alone)
+        self.engine.go_to(target)
         if self.engine.round > before:
             self.cadence.fall_behind(self.engine.round)
 
@@ -330,6 +316,7 @@ class Replica(HookedModel):
         try:
             yield
             self.apply_pending()
+            self.follow_others()
             self._has_run_out = True
             finish_together(self.world, self.engine, self.joins, self.mix_only, self._between_looks)
             self.joins += 1
@@ -338,6 +325,9 @@ class Replica(HookedModel):
             raise
         finally:
             self.joining = self._has_run_out = False
+
+    def follow_others(self) -> None:
+        """This worker has run out of batches: it follows those of its node that have not."""
 
     def _between_looks(self) -> None:
         self.mates.refuse_lost()
@@ -519,8 +509,6 @@ class Replica(HookedModel):
             self.closed = True
             for hook in self.hooks:
                 hook.remove()
-            if self.shares is not None:
-                self.shares.group.close()
             tell_replicas(self.optimizers, 1)
             self.mates.close()
             self.monitor.close()

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.utils._pytree import tree_leaves
 
 from decent_dp.errors import DisagreementError
 from decent_dp.transport import Replicas
@@ -27,6 +29,8 @@ __all__ = [
     "param_groups_of",
     "placed",
     "placement",
+    "ranks_of_mesh",
+    "refuse_stale_backward",
     "reshard",
 ]
 
@@ -94,6 +98,42 @@ def reshard(modules: Iterable[Any]) -> None:
         module.reshard()
 
 
+def refuse_stale_backward(modules: Iterable[nn.Module], params: Sequence[Tensor]) -> list[Any]:
+    """A backward raises RuntimeError if ``params`` have changed since its forward: it would gather the new values, and use
+    activations of the old ones. For parameters that are not sharded torch says so itself.
+
+    Args:
+        modules: whose forwards are called.
+
+    Returns:
+        The handles of the hooks.
+    """
+
+    def versions() -> list[tuple[int, int]]:
+        # A write to a DTensor counts in it alone, and one to its part there.
+        return [(param._version, local(param)._version) for param in params]
+
+    @_disable_dynamo
+    def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        before = versions()
+
+        def check(gradient: Tensor) -> None:
+            if versions() != before:
+                raise RuntimeError(
+                    "parameters have changed between this forward and its backward (a step, average_(), averaged(), flush(), "
+                    "a save or a load), and with fully_shard the backward would gather the new ones: make such calls before "
+                    "the forward, or after the backward."
+                )
+
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(check)  # type: ignore[no-untyped-call]
+
+    return [module.register_forward_hook(after_forward) for module in modules]
+
+
 def param_groups_of(module: Any) -> list[Any]:
     """FSDP's groups of the parameters of one of ``fsdp_modules``, which are among its internals."""
     state = module._get_fsdp_state()
@@ -120,6 +160,12 @@ def mesh_of(model: object) -> Any:
     """The device mesh of a replica's workers; None if this worker has all of it."""
     tensors: list[Any] = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
     return next((tensor.device_mesh for tensor in tensors if is_sharded(tensor)), None)
+
+
+def ranks_of_mesh(model: object) -> list[int]:
+    """The ranks, in the default group, of the workers that hold parts of this replica; none if this worker has all of it."""
+    mesh = mesh_of(model)
+    return [] if mesh is None else _ranks(mesh)
 
 
 # -- workers of a replica ---------------------------------------------------------------------------------------------------

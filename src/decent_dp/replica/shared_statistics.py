@@ -32,13 +32,14 @@ class Statistics:
         tensors: as of the last ``locate``; always the same list.
         specs: of ``tensors``.
         every: the number of the parameters' exchanges to one of the statistics.
+        whole: the statistics; ``tensors`` are this worker's shares of them, where a node is a replica.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[int, str], shares: Shares | None = None) -> None:
         self._sharing, self._shares = sharing(optimizers), shares
         found = [pair for optimizer in self._sharing for pair in optimizer.statistics()]
         self.every = min((optimizer.EVERY for optimizer in self._sharing), default=1)
-        self._whole = [tensor for _, tensor in found]
+        self.whole = [tensor for _, tensor in found]
         self._names = [f"{names[id(param)]} (statistics)" for param, _ in found]
         self.tensors = self._parts()
         self.specs = [TensorSpec.of(name, tensor) for name, tensor in zip(self._names, self.tensors, strict=True)]
@@ -49,14 +50,14 @@ class Statistics:
             return []
         now = [tensor for optimizer in self._sharing for _, tensor in optimizer.statistics()]
         # With another number of parameters (add_param_group) the next round raises.
-        replaced = [name for name, old, new in zip(self._names, self._whole, now, strict=False) if old is not new]
-        self._whole = now
+        replaced = [name for name, old, new in zip(self._names, self.whole, now, strict=False) if old is not new]
+        self.whole = now
         self.tensors[:] = self._parts()
         return replaced
 
     def _parts(self) -> list[Tensor]:
         shares = self._shares
-        return self._whole[:] if shares is None else [shares.own("statistics", i, t) for i, t in enumerate(self._whole)]
+        return self.whole[:] if shares is None else [shares.own("statistics", i, t) for i, t in enumerate(self.whole)]
 
 
 def sharing(optimizers: Sequence[Optimizer]) -> list[SharesStatistics]:

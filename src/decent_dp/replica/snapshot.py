@@ -12,6 +12,9 @@ their next round with nothing in flight. The dict has these entries, and those o
     weight        of the replica in means, if the replicas' weights differ
     round, factor, rule, compression    see ``Engine.state_dict``
 
+Where a node is a replica, only the first of its workers has in its snapshot what all of them have in common (``completed``
+gives it to the others), and the state of the rule and of the compression is that of each worker's shares.
+
 Those of older versions also have an exchange in flight (``exchange``, ``link``), which is dropped.
 """
 
@@ -41,6 +44,7 @@ __all__ = [
     "ENGINE_ENTRIES",
     "begin_load",
     "check_scaler_state",
+    "completed",
     "copied",
     "first_loss_scale",
     "put_back",
@@ -55,6 +59,9 @@ _log = logging.getLogger(__name__)
 # The entries of the engine and its rounds, which ``Gossip.state_dict`` has too.
 ENGINE_ENTRIES = frozenset({"driver", "steps", "round", "factor", "rule", "compression"})
 _ENTRIES = ENGINE_ENTRIES | {"parameters", "buffers", "extra_state", "grads"}
+
+# What the workers of a node have in common. Gradients are each worker's own while a window is open.
+_OF_NODE = ("parameters", "optim", "grads")
 
 _NAMES = {"wrapper": "DecentralizedDataParallel", "gossip": "gossip()"}
 
@@ -99,7 +106,7 @@ def take(replica: Replica, *, settled: bool = True) -> dict[str, Any]:
     if settled:
         settle(replica)
     own = {id(tensor): value for tensor, value in mean.backup or ()}
-    return {
+    snapshot = {
         "parameters": {name: own.get(id(param), local(param).detach()) for name, param in model.named_parameters()},
         "buffers": {name: own.get(id(buffer), local(buffer).detach()) for name, buffer in model.named_buffers()},
         "extra_state": {name: module.get_extra_state() for name, module in _with_extra_state(model).items()},
@@ -110,6 +117,17 @@ def take(replica: Replica, *, settled: bool = True) -> dict[str, Any]:
         **replica.engine.state_dict(),
         **replica.saved_entries(),
     }
+    if replica.shares is not None and not replica.shares.is_first:
+        snapshot.update(parameters={}, optim={}, grads=snapshot["grads"] if replica.has_own_gradients else {})
+    return snapshot
+
+
+def completed(replica: Replica, snapshot: dict[str, Any]) -> dict[str, Any]:
+    """A snapshot with what the first worker of this one's node has for all of them. They call it together."""
+    if replica.shares is None:
+        return snapshot
+    common = replica.shares.broadcast({key: snapshot[key] for key in _OF_NODE})
+    return {**snapshot, **common, "grads": snapshot["grads"] or common["grads"]}
 
 
 def settle(replica: Replica) -> None:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import random
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from decent_dp.errors import CheckpointError, PeerLostError
 from decent_dp.membership import Epoch, MembershipMonitor
 from decent_dp.replica.consistency import tensor_sizes
 from decent_dp.replica.replica import Listener, Replica
 from decent_dp.replica.shards import mesh_of
-from decent_dp.replica.snapshot import put_back, replace_values
+from decent_dp.replica.snapshot import completed, put_back, replace_values
 from decent_dp.replica.state_server import StateServer
 from decent_dp.replica.transfer import Donor, NotYetError, PartialState, pull
 from decent_dp.transport import NewcomerTransport, Transport, gather_in_mesh
@@ -98,9 +97,7 @@ class _Joiner:
         if "optim" in snapshot:
             snapshot["optim"]["scaler"] = scaler
         self._replica.engine.count_buckets_from(state["first_bucket"])
-        put_back(self._replica, snapshot)
-        if self._replica.shares is not None:  # the copies may be those of different rounds
-            self._replica.shares.group.broadcast(_tensors_of(self._replica))
+        put_back(self._replica, completed(self._replica, snapshot))
         assert monitor.epochs is not None
         monitor.epochs.learn(state["epoch"])
 
@@ -174,12 +171,6 @@ class _Joiner:
         return found
 
 
-def _tensors_of(replica: Replica) -> list[Tensor]:
-    """Those that all workers of a node have: parameters, and the state of optimizers."""
-    states = [state for optimizer in replica.optimizers for state in optimizer.state.values()]
-    return [*replica.model.parameters(), *(t for state in states for t in state.values() if isinstance(t, Tensor))]
-
-
 class _Healer(Listener):
     """Gives a replica that is not finite the values of a member. Until then its exchanges are left out."""
 
@@ -192,7 +183,9 @@ class _Healer(Listener):
 
     def reached_boundary(self) -> None:
         engine, now = self._replica.engine, time.monotonic()
-        if engine.nonfinite_in <= self._last or (engine.round <= self._tried and now < self._again):
+        # The workers of a node heal together, at the end of a round.
+        again = math.inf if self._replica.shares is not None else self._again
+        if self._replica.nonfinite_in <= self._last or (engine.round <= self._tried and now < again):
             return
         self._tried, self._again = engine.round, now + _HEAL_AGAIN
         if self._last < 0 or engine.round >= self._last + _CALM:
@@ -202,13 +195,34 @@ class _Healer(Listener):
         monitor = self._monitor
         try:
             with monitor.neighbours.paused():
-                rank, state = _fetch_state(self._replica, monitor, monitor.living_members, once=True)
-            replace_values(self._replica, state["snapshot"])
+                rank, snapshot = self._fetch(monitor)
+            replace_values(self._replica, snapshot)
         except (PeerLostError, ValueError, TypeError) as error:
             _log.warning("this replica is not finite, and no other worker gives its values: %s", error)
             return
         self._last, self._times = engine.round, self._times + 1
         _log.warning("round %d: this replica was not finite, and has the values of worker %d now", engine.round, rank)
+
+    def _fetch(self, monitor: MembershipMonitor) -> tuple[int, Any]:
+        """The rank of a member, and its snapshot. In a node the first worker gets it, for all.
+
+        Raises:
+            PeerLostError: nobody gives one.
+        """
+        shares, rank, why, snapshot = self._replica.shares, -1, "", {}
+        if shares is None or shares.is_first:
+            try:
+                rank, state = _fetch_state(self._replica, monitor, monitor.living_members, once=True)
+                snapshot = state["snapshot"]
+            except PeerLostError as error:
+                why = str(error)
+        if shares is not None:
+            rank, why = shares.group.gather_values((rank, why))[0]
+            if not why:  # the rule's state starts anew, and is that of other shares
+                snapshot = shares.broadcast({**snapshot, "rule": {**snapshot["rule"], "state": {}}} if snapshot else {})
+        if why:
+            raise PeerLostError(why)
+        return rank, snapshot
 
 
 def _fetch_state(

@@ -11,7 +11,10 @@ from decent_dp._checks import check_integer, did_you_mean
 from .abstract import Topology, listing, worker_scope
 from .compose import SwitchTopology
 
-__all__ = ["TopologyReg", "make_topology", "names_that_fit", "why_unfit"]
+__all__ = ["TopologyReg", "counts_replicas", "make_topology", "names_that_fit", "why_unfit"]
+
+# They tell nodes apart.
+_KNOW_NODES = ("hierarchical", "alternating-exp-ring")
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +90,18 @@ def make_topology(topology: str | Topology, *, local_world_size: int, world_size
             f"world_size={world_size}, rank={rank}: make it with these, or leave both out"
         )
     return cast(Topology, made)
+
+
+def counts_replicas(topology: object) -> bool:
+    """Whether a topology means the same for nodes as for workers: those of this package that do not tell nodes apart.
+
+    One that the user has made or registered counts workers, as it was written for them.
+    """
+    if not isinstance(topology, str):
+        return False
+    names = [topology] if topology in TopologyReg.registry else [part.split(":")[0].strip() for part in topology.split(",")]
+    modules = {name: getattr(TopologyReg.registry.get(name), "__module__", "") for name in names}
+    return all(module.startswith("decent_dp.") and name not in _KNOW_NODES for name, module in modules.items())
 
 
 def why_unfit(name: str, world_size: int, local_world_size: int) -> str | None:

@@ -17,6 +17,7 @@ from decent_dp.transport.process_group import (
     group_of_replicas,
     open_transport,
 )
+from decent_dp.transport.rendezvous import network_stack
 from decent_dp.transport.votes import ExchangeId, Verdict
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "gather_in_mesh",
     "group_of_replicas",
     "inside_ddp",
+    "network_stack",
     "open_transport",
     "ranks_in",
     "run_replicas",

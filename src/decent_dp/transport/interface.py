@@ -305,6 +305,10 @@ class Transport(ABC):
         """The rank of worker ``rank`` among all workers, for messages; it differs in a part (``among``)."""
         return rank
 
+    def carrier(self, *, on_gpus: bool) -> str:
+        """What carries the exchanges of tensors on GPUs, or on CPUs, in words; '' in one process."""
+        return ""
+
     def among(self, ranks: Sequence[int], world_size: int) -> Transport:
         """The workers ``ranks``, this one included, as a transport of their own, numbered from 0 in this order.
 

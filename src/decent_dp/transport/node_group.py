@@ -1,16 +1,13 @@
-"""The workers of one node as one replica: they average gradients in the backward, and gather what each of them has mixed."""
+"""The collectives of the workers of one node, which are one replica."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from decent_dp._sizes import MIB
@@ -38,8 +35,10 @@ def inside_ddp(model: Any) -> tuple[Any, Any]:
     return model, None
 
 
-def ranks_in(group: Any, process_group: Any) -> list[int]:
-    """The ranks of the workers of ``group`` in ``process_group`` (None: the default one), or -1."""
+def ranks_in(group: Any, process_group: Any = None) -> list[int]:
+    """The ranks of the workers of ``group`` in ``process_group`` (None: the default one), or -1. None has no workers."""
+    if group is None:
+        return []
     known = dist.get_process_group_ranks(process_group or dist.group.WORLD)
     return [known.index(rank) if rank in known else -1 for rank in dist.get_process_group_ranks(group)]
 
@@ -51,6 +50,9 @@ class NodeGroup:
         ranks: of these workers in the run, in ascending order.
         process_group: of all workers of the run, or of these alone, as in a process that joins; None for the default group.
         averages: whether gradients are averaged over ``process_group`` already.
+
+    Attributes:
+        size: the number of workers.
     """
 
     def __init__(self, ranks: Sequence[int], process_group: Any = None, *, averages: bool = False) -> None:
@@ -60,59 +62,16 @@ class NodeGroup:
             timeout, backend = timeout_of(process_group), dist.get_backend(process_group)
             # The workers of a node are in as many groups: with other numbers this would wait for ever (torch 2.13).
             self._group = dist.new_group([of_all[rank] for rank in ranks], timeout, backend, use_local_synchronization=True)
-        self._position, self._size = dist.get_rank(self._group), len(ranks)
+        self._position, self.size = dist.get_rank(self._group), len(ranks)
         self.averages = averages
-        self._ddp: Any = None
 
-    def average_gradients(
-        self, model: nn.Module, explaining: Callable[[], AbstractContextManager[None]]
-    ) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Gradients of ``model`` are means over the node from now on, as by DDP.
+    @staticmethod
+    def _numbers(tensor: Tensor) -> Tensor:
+        return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
-        Returns:
-            What is to be called before each forward, with its arguments, and after it, with its result.
-
-        Args:
-            explaining: the context in which a backward waits for the others.
-        """
-        params = nn.ParameterList(param for param in model.parameters() if param.requires_grad)
-        ddp: Any = DistributedDataParallel(params, process_group=self._group, init_sync=False)
-        self._ddp = ddp
-        in_flight: list[Any] = []
-
-        def wait() -> None:
-            try:
-                with explaining():
-                    for future in in_flight:
-                        future.wait()
-            finally:
-                in_flight.clear()
-
-        def reduce(_, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, and these would be texts
-            if not in_flight:  # runs before DDP's own callback, whose error could not be explained
-                torch.autograd.Variable._execution_engine.queue_callback(wait)
-            sums = bucket.buffer().div_(self._size)
-            in_flight.append(dist.all_reduce(sums, group=self._group, async_op=True).get_future())
-            return in_flight[-1].then(lambda reduced: reduced.value()[0])
-
-        ddp.register_comm_hook(None, reduce)
-        accumulators = _Accumulators(list(params))
-
-        def before(*args: Any, **kwargs: Any) -> None:
-            accumulators.refuse_new()
-            ddp._pre_forward(*args, **kwargs)  # moves nothing, as it is given no devices
-
-        return before, ddp._post_forward
-
-    def close(self) -> None:
-        """Gradients are each worker's own again: with the last reference to it DDP takes its hooks off the parameters."""
-        self._ddp = None
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Context manager around a forward and a backward whose gradients are not averaged yet."""
-        with contextlib.nullcontext() if self._ddp is None else self._ddp.no_sync():  # else the user has DDP's own
-            yield
+    def sum_(self, tensor: Tensor) -> Any:
+        """Starts to replace the tensor by the sum over the workers; returns what has to be waited for."""
+        return dist.all_reduce(self._numbers(tensor), group=self._group, async_op=True)
 
     @property
     def backend(self) -> str:
@@ -120,15 +79,19 @@ class NodeGroup:
 
     def gather_values(self, value: Any) -> list[Any]:
         """The values of all workers, in the order of their ranks."""
-        found: list[Any] = [None] * self._size
+        found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self._group)
         return found
 
     @torch.no_grad()
-    def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Each worker gets the first one's."""
+    def broadcast(self, tensors: Iterable[Tensor], source: int = 0) -> None:
+        """Each worker gets those of the one at position ``source``. They may be on the CPU where the group is of GPUs."""
+        only_cuda = dist.get_backend(self._group) == "nccl"
         for tensor in tensors:
-            dist.broadcast(tensor.detach(), group=self._group, group_src=0)
+            there = (tensor.cuda() if only_cuda else tensor.detach()).contiguous()
+            dist.broadcast(self._numbers(there), group=self._group, group_src=source)
+            if there is not tensor:
+                tensor.copy_(there)
 
     @torch.no_grad()
     def gather(self, shares: Sequence[Sequence[Tensor]]) -> None:
@@ -150,9 +113,9 @@ class NodeGroup:
             self._gather_chunk(chunk)
 
     def _gather_chunk(self, shares: Sequence[Sequence[Tensor]]) -> None:
-        lengths = [sum(tensor[position].numel() for tensor in shares) for position in range(self._size)]
+        lengths = [sum(tensor[position].numel() for tensor in shares) for position in range(self.size)]
         like, longest = shares[0][0], max(lengths)
-        gathered = torch.empty(self._size * longest, dtype=like.dtype, device=like.device)
+        gathered = torch.empty(self.size * longest, dtype=like.dtype, device=like.device)
         parts = [gathered[position * longest :][:length] for position, length in enumerate(lengths)]
         own = torch.zeros(longest, dtype=like.dtype, device=like.device)
         torch.cat([tensor[self._position].reshape(-1) for tensor in shares], out=own[: lengths[self._position]])
@@ -162,23 +125,3 @@ class NodeGroup:
                 mine = [tensor[position] for tensor in shares]
                 pieces = torch.split(part, [share.numel() for share in mine])
                 torch._foreach_copy_(mine, [piece.view(share.shape) for piece, share in zip(pieces, mine, strict=True)])
-
-
-class _Accumulators:
-    """The nodes of autograd that DDP has its hooks on. A parameter that was converted and converted back has a new one."""
-
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self._params, self._nodes = params, [get_gradient_edge(param).node for param in params]
-        self._addresses = [param.data_ptr() for param in params]
-
-    def refuse_new(self) -> None:
-        """Raises RuntimeError if gradients of a parameter would not be averaged any more."""
-        addresses = [param.data_ptr() for param in self._params]  # where it was converted, it is somewhere else
-        if addresses == self._addresses:
-            return
-        if [get_gradient_edge(param).node for param in self._params] != self._nodes:
-            raise RuntimeError(
-                "the model was moved or converted, and back, after gossip(): its gradients would no longer be averaged over "
-                "the workers of the node. Move it before gossip(), or call gossip() again."
-            )
-        self._addresses = addresses

@@ -74,19 +74,19 @@ def open_transport(
     return True, connect(process_group, faults=tolerated, encrypt=encrypted)
 
 
-def group_of_replicas(process_group: Any, mesh: Any) -> Any:
+def group_of_replicas(process_group: Any, own_ranks: Sequence[int]) -> Any:
     """The process group of all workers of all replicas, for the argument ``process_group`` of ``gossip()``.
 
-    With sharded replicas that may be the group of the workers at one position of all replicas, as a mesh gives it.
+    With replicas of several workers that may be the group of the workers at one position of all, as a mesh gives it.
 
     Args:
-        mesh: of the workers of this one's replica; None if it has a whole one.
+        own_ranks: of the workers of this one's replica, in the default group; none if it has a whole one.
     """
-    if process_group is None or mesh is None or dist.get_rank(process_group) < 0:
+    if process_group is None or not own_ranks or dist.get_rank(process_group) < 0:
         return process_group
     given = dist.get_process_group_ranks(process_group)
     replicas: list[list[int]] = [[]] * len(given)
-    dist.all_gather_object(replicas, mesh.mesh.flatten().tolist(), group=process_group)
+    dist.all_gather_object(replicas, list(own_ranks), group=process_group)
     ranks = sorted(itertools.chain(*replicas))
     one_of_each = all(set(given) & set(own) == {rank} for rank, own in zip(given, replicas, strict=True))
     if not one_of_each or len(set(ranks)) < len(ranks) or len(ranks) == len(given):
@@ -340,15 +340,17 @@ class ProcessGroupTransport(Transport):
         """The way of a request, by its device, its compression and the size of its edge."""
         ranks = _members(edge)
         group = len(ranks) > 2
-        # NCCL ends the process when a worker dies, and encrypts nothing.
-        over_nccl = (
-            request.sent.is_cuda and self._rendezvous.nccl and self._faults is None and self._rendezvous.encrypt is not True
-        )
+        over_nccl = self.carrier(on_gpus=request.sent.is_cuda) == "NCCL"
         if over_nccl and _is_plain(type(request.compression), group):
             if group:
                 return AllReduceGroups(self._communicator(f"nccl/{ranks}", ranks), self.rank, self._explain)
             return NcclPairs(self._communicator("nccl", range(self.world_size)), self.rank, self._explain)
         return self._exchanges
+
+    def carrier(self, *, on_gpus: bool) -> str:
+        # NCCL ends the process when a worker dies, and encrypts nothing.
+        shared = self._rendezvous
+        return "NCCL" if on_gpus and shared.nccl and self._faults is None and shared.encrypt is not True else "ZeroMQ"
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         return self.choose(edge, request).start(edge, request)
