@@ -310,6 +310,42 @@ BREAKAGES = [
         "return self._table.usable(_renumbered(edge, self._ranks), exchange_id)",
         "return self._table.usable(edge, exchange_id)",
     ),
+    Breakage(
+        "a node's gradients are summed",
+        "replica/node_gradients.py",
+        "        self._values.div_(workers)",
+        "        self._values.div_(1)",
+    ),
+    Breakage(
+        "a gradient that one worker of a node lacks is lost",
+        "replica/node_gradients.py",
+        "                if param.grad is None and count:\n",
+        "                if param.grad is None and count == len(self.params):\n",
+    ),
+    Breakage(
+        "the workers of a node keep their shares",
+        "replica/replica.py",
+        "        if self.shares is not None and self.engine.finished:\n",
+        "        if self.shares is not None and len(self.engine.finished) > 99:\n",
+    ),
+    Breakage(
+        "a window that is open in a node is saved of its first worker alone",
+        "replica/snapshot.py",
+        'grads=snapshot["grads"] if replica.has_own_gradients else {}',
+        "grads={}",
+    ),
+    Breakage(
+        "a worker of a node that has run out keeps its values",
+        "_gossip.py",
+        "        if uneven.some_are_out:\n",
+        "        if uneven.some_are_out and not follows and uneven.source < 0:\n",
+    ),
+    Breakage(
+        "the weights of a pair are the other way round",
+        "topo/abstract.py",
+        "return 2 * self._replica_weights[other] /",
+        "return 2 * self._replica_weights[rank] /",
+    ),
 ]
 
 
