@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import decent_dp
 from decent_dp import data as data_module
 from decent_dp.faults import Roster
-from decent_dp.transport import run_replicas
+from decent_dp.transport import Replicas, run_replicas
 from tests.test_growing import is_grown
 from tests.test_joining import end, the_store
 from tests.test_survivor_calls import die, survivors
@@ -141,6 +141,12 @@ class Scripted:
     @property
     def peers(self) -> Any:
         return SimpleNamespace(rank=self.rank, world_size=self.n)
+
+    world, model = peers, None
+
+    @property
+    def replicas(self) -> Replicas:
+        return Replicas(tuple((rank,) for rank in range(self.n)))
 
     @property
     def roster(self) -> Roster:

@@ -188,6 +188,25 @@ def test_uneven_inputs_inside_a_node(workers):
             assert_close(found[rank][number], wanted[rank // 2], 1e-6, f"{name}, worker {rank}")
 
 
+def dealt(rank: int, n: int, workers: int) -> list[list[int]]:
+    model = Odd()
+    optimizer = SGD(model.parameters())
+    gossip = decent_dp.gossip(model, optimizer, local_world_size=workers, replica="node")
+    sampler, found = decent_dp.RosterSampler(50, gossip, 3, shuffle=False), []
+    for batch in sampler:
+        found.append(batch)
+        model(inputs(0, rank)[0]).sum().backward()
+        optimizer.step()
+    gossip.close()
+    return found
+
+
+def test_each_worker_of_a_node_has_batches_of_its_own(workers):
+    found = workers(4, dealt, 2)
+    assert len(found[0]) == 4
+    assert [i for batches in zip(*found, strict=True) for batch in batches for i in batch] == list(range(48))
+
+
 def makes(rank: int, n: int) -> list[str]:
     """What each way to ask for it makes."""
     from torch.nn.parallel import DistributedDataParallel

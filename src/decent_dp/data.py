@@ -11,6 +11,7 @@ from torch.utils.data import Sampler
 from decent_dp._checks import check_integer
 from decent_dp.checkpoint.saver import replica_of
 from decent_dp.faults import Roster
+from decent_dp.replica.shards import fsdp_modules, mesh_of
 
 __all__ = ["RosterSampler"]
 
@@ -22,11 +23,11 @@ class RosterSampler(Sampler[list[int]]):
     """The batches of this worker: each sample of the data goes to one worker once per epoch, also if workers leave and come.
 
     Data are dealt batch by batch, in an order that depends on the seed and the epoch alone: in each round every seat of the
-    roster gets the next batch. So the position in the data follows from the round, and needs no messages. After a resume from
-    a checkpoint it continues where it was: by itself if the workers have been the same from the beginning, else with
-    ``state_dict``. What was dealt to a worker that died, or for rounds that a worker has skipped, is left out until the next
-    epoch. A process without a seat (it is about to join, or was left out, or does not know yet who takes part in this round)
-    draws at random.
+    roster gets the next batch, or one for each worker of its node. So the position in the data follows from the round, and
+    needs no messages. After a resume from a checkpoint it continues where it was: by itself if the workers have been the same
+    from the beginning, else with ``state_dict``. What was dealt to a worker that died, or for rounds that a worker has skipped,
+    is left out until the next epoch. A process without a seat (it is about to join, or was left out, or does not know yet who
+    takes part in this round) draws at random.
 
     Pass it as ``batch_sampler`` to a ``DataLoader``. One pass is one epoch, and as many rounds on all workers. An incomplete
     last batch of an epoch is left out.
@@ -57,9 +58,15 @@ class RosterSampler(Sampler[list[int]]):
         self._replica = replica_of(replica, "RosterSampler")
         self._size = check_integer("the length of the data", data if isinstance(data, int) else len(data), 1)
         self._batch_size = check_integer("batch_size", batch_size, 1)
-        self._batches = self._size // self._batch_size
+        # Each worker of a node, or of fully_shard, has a batch of its own. In a mesh of more dimensions some have the same one.
+        own, mesh = self._replica.replicas, mesh_of(self._replica.model)
+        has_own = mesh is None or (mesh.ndim == 1 and fsdp_modules(self._replica.model))
+        self._position, self._workers = (own.place_of(self._replica.world.rank)[1], own.shards) if has_own else (0, 1)
+        # The shares of an epoch: a seat has a batch for each of its workers.
+        self._batches = self._size // (self._batch_size * self._workers)
         if not self._batches:
-            raise ValueError(f"batch_size must be at most the length of the data, {self._size}, got {batch_size}")
+            times = "" if self._workers == 1 else f", for each of {self._workers} workers of a replica"
+            raise ValueError(f"batch_size must be at most the length of the data, {self._size}, got {batch_size}{times}")
         self._shuffle, self._seed = shuffle, check_integer("seed", seed, 0)
         self._ahead = check_integer("ahead", ahead, 0)
         # The rosters of the rounds for which batches are drawn, oldest first; the epoch of the first one in which data were
@@ -96,7 +103,7 @@ class RosterSampler(Sampler[list[int]]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, for ``decent_dp.save(..., state=...)``."""
-        return {"dealt": self._look(self._replica.engine.round)[0]}
+        return {"dealt": self._look(self._replica.engine.round)[0] * self._workers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at a position. Called on all workers, in the same round, after ``decent_dp.load``.
@@ -104,7 +111,7 @@ class RosterSampler(Sampler[list[int]]):
         Raises:
             ValueError, TypeError: the state is none of a sampler.
         """
-        dealt, replica = check_integer("dealt", state["dealt"], 0), self._replica
+        dealt, replica = check_integer("dealt", state["dealt"], 0) // self._workers, self._replica
         self._rosters, self._first = [], replica.roster.epoch
         missing, round_ = dealt - self._look(replica.engine.round)[0], replica.engine.round
         self._rosters = []
@@ -134,13 +141,13 @@ class RosterSampler(Sampler[list[int]]):
         if self._order is None or self._order[0] != epoch:
             order = np.arange(self._size)
             self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(order) if self._shuffle else order
-        begin = number * self._batch_size
+        begin = (number * self._workers + self._position) * self._batch_size
         batch: list[int] = self._order[1][begin : begin + self._batch_size].tolist()
         return batch
 
     def _any_batch(self) -> list[int]:
         self._drawn += 1
-        rank = self._replica.peers.rank
+        rank = self._replica.world.rank
         chosen = np.random.default_rng([self._seed, _GUEST, rank, self._drawn])
         batch: list[int] = chosen.integers(self._size, size=self._batch_size).tolist()
         return batch
