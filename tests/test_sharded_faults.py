@@ -336,7 +336,7 @@ def test_a_call_waits_for_whole_replicas():
     with pytest.raises(PeerTimeoutError, match="of which others are gone, and they have not ended within 0"):
         mates.wait_for_whole_replicas()
     control.ranks = (0, 1, 2)
-    with pytest.raises(PeerLostError, match="worker 3 has ended, or cannot be heard, and worker 2 holds another part"):
+    with pytest.raises(PeerLostError, match="worker 3 has ended, or cannot be heard, and worker 2 is of the same replica"):
         mates.wait_for_whole_replicas()
 
 

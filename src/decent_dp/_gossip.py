@@ -132,15 +132,15 @@ def gossip(
         on_node = workers_per_node("local_world_size", local_world_size)
         check_transport(transport)
         optimizers.extend(_checked(model, optimizer))
-        why_not = why_no_node(model, optimizers, rule)
-        node = describe_node(replica, topology, opened, on_node, ranks_in(inner, process_group), why_not)
+        why = why_no_node(model, optimizers, rule)
+        mesh = describe_mesh(model) or describe_node(replica, topology, opened, on_node, ranks_in(inner, process_group), why)
         return Arguments(
             Settings(bucket_size_in_mb, bool(overlap), check_scaler(scaler) is not None, compression, mix_every),
             topology,
             check_rule(rule),
             on_node,
             {"optimizers": signature_of(optimizers, model), "encrypt": check_encrypt(encrypt)},
-            describe_mesh(model) or node,
+            mesh,
             options_of(optimizers, model),
             sharing(optimizers),
             check_faults(faults),

@@ -82,6 +82,7 @@ class GossipArguments(Strategy):  # type: ignore[misc]
         overlap: bool = True,
         bucket_size_in_mb: float = 25,
         local_world_size: int | None = None,
+        replica: str | None = None,
         **lightning: Any,
     ) -> None:
         for key in lightning.keys() - _LIGHTNING - {self.PRECISION}:
@@ -102,6 +103,7 @@ class GossipArguments(Strategy):  # type: ignore[misc]
             encrypt=encrypt,
             overlap=overlap,
             bucket_size_in_mb=bucket_size_in_mb,
+            replica=replica,
         )
         self._local_world_size = local_world_size
         self.reset()

@@ -62,6 +62,7 @@ def attach(
     overlap: bool = True,
     bucket_size_in_mb: float = 25,
     local_world_size: int | None = None,
+    replica: str | None = None,
     signals: Iterable[int] = (),
 ) -> GossipCallback:
     """Makes a ``Trainer`` train by gossip in place of DDP. Called by all workers, between ``Trainer(...)`` and ``train()``.
@@ -74,7 +75,8 @@ def attach(
 
     Args:
         trainer: a ``Trainer``, or a subclass.
-        topology, compression, mix_every, rule, encrypt, overlap, bucket_size_in_mb, local_world_size: as in ``gossip``.
+        topology, compression, mix_every, rule, encrypt, overlap, bucket_size_in_mb, local_world_size, replica: as of
+            ``gossip``.
         faults: as in ``gossip``. With it the Trainer's own collectives, too, are those of the living workers.
         signals: at one of these to any worker, all workers save a checkpoint after the same step and exit with status 0
             (``checkpoint.Preemption``).
@@ -99,6 +101,7 @@ def attach(
         "overlap": overlap,
         "bucket_size_in_mb": bucket_size_in_mb,
         "local_world_size": local_world_size,
+        "replica": replica,
     }
     trainer.args.average_tokens_across_devices = False
     trainer.args.accelerator_config.dispatch_batches = False

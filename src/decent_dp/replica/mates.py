@@ -182,7 +182,7 @@ class Mates:
         own, several = self._transport.rank, len(ranks) > 1
         who = f"worker{'s' if several else ''} {', '.join(map(str, ranks))}"
         self.error = PeerLostError(
-            f"{who} {'have' if several else 'has'} ended, or cannot be heard, and worker {own} holds another part of the same "
+            f"{who} {'have' if several else 'has'} ended, or cannot be heard, and worker {own} is of the same "
             f"replica: this replica cannot go on, and ends. The others continue. Start its workers {list(self._ranks)} again, "
             "together: they join the run (decent_dp.join)."
         )

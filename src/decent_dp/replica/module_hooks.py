@@ -117,7 +117,8 @@ def _refuse_ddp(own_model: HookedModel, module: nn.Module, *_: Any) -> None:
     if any(id(param) in own for param in around.parameters()):
         raise RuntimeError(
             "PyTorch's DistributedDataParallel is around this model, which decent_dp trains: it would average gradients over "
-            "all workers in every backward, and put back those that an update has used. Do not wrap the model in it. Where "
+            "all workers in every backward, and put back those that an update has used. Do not wrap the model in it (over the "
+            "workers of a node: before gossip()). Where "
             "Accelerate wraps it (the Trainer of transformers, too), leave the model out of accelerator.prepare(), or call "
             "accelerator.prepare_model(model, evaluation_mode=True). With Ray Train call prepare_model(model, "
             "parallel_strategy=None)."

@@ -43,6 +43,8 @@ def describe_node(
     if len(inner) > 1:
         _check_inner(replica, inner, transport.world_size)
         return {"rank": transport.rank, "ranks": list(inner), "alone": True}
+    if replica is None and why_not and transport.rank == 0 and 1 < on_node < transport.world_size:
+        _log.warning("each worker is a replica, and the workers of a node send a copy each: %s", why_not)
     if isinstance(transport, InProcessTransport):
         why_not = "the workers of InProcessTransport are threads"
     if replica == "node" and why_not:
@@ -59,7 +61,8 @@ def why_no_node(model: nn.Module, optimizers: Sequence[Optimizer], rule: Rule | 
         return f"with DriftCorrection, {kind} needs the drift of whole parameters, and each worker of a node has a part"
     name = next((name for name, module in model.named_modules() if getattr(module, "sparse", False) is True), None)
     if name is not None:
-        return f"'{name}' has sparse gradients (sparse=True), and the workers of a node average dense ones"
+        what = f"'{name}'" if name else "the model"
+        return f"{what} has sparse gradients (sparse=True), and the workers of a node average dense ones"
     return ""
 
 

@@ -56,6 +56,11 @@ class NodeGroup:
     """
 
     def __init__(self, ranks: Sequence[int], process_group: Any = None, *, averages: bool = False) -> None:
+        if not dist.is_initialized():  # in a process that joins a run
+            raise RuntimeError(
+                "the workers of a node that joins a run need a process group of their own: start all of them together "
+                "(torchrun --nproc-per-node), and call initialize_dist() before decent_dp.join(..., rank=...)."
+            )
         self._group: Any = process_group or dist.group.WORLD
         if len(ranks) < dist.get_world_size(process_group):
             of_all = dist.get_process_group_ranks(self._group)
