@@ -12,7 +12,7 @@ comma := ,
 OLDEST_PYTHON ?= python3.10
 NEWEST_PYTHON ?= python3.13
 
-.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench holes figures bench-net bench-net-long bench-net-nodes bench-gossip bench-faults-net bench-fast bench-shapes bench-time-to-loss bench-optim bench-coding bench-overhead bench-plan plan-nodes bench-faults bench-slow-faults bench-large-join bench-unequal bench-unequal-sim bench-membership endurance kills chaos-demo bench-checkpoint examples slurm trace gpu docs dist clean
+.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench holes figures bench-net bench-net-long bench-net-nodes bench-gossip bench-faults-net bench-fast bench-shapes bench-time-to-loss bench-optim bench-coding bench-overhead bench-plan plan-nodes bench-faults bench-slow-faults node-learning bench-large-join bench-unequal bench-unequal-sim bench-membership endurance kills chaos-demo bench-checkpoint examples slurm trace gpu docs dist clean
 
 help:  ## lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -151,6 +151,9 @@ bench-faults: $(VENV)/.installed  ## what faults=Tolerate() costs, and what each
 
 bench-slow-faults: $(VENV)/.installed  ## faults=Tolerate() at 1, 5 and 10 Mbit/s while a process joins (root, iproute2; 40 minutes)
 	$(BIN)/python -m benchmarks.slow_faults
+
+node-learning: $(VENV)/.installed  ## nodes as replicas beside workers as replicas and DDP: loss after as many steps (10 minutes)
+	$(BIN)/python -m benchmarks.node_learning
 
 bench-large-join: $(VENV)/.installed  ## processes join a run with 2 GB of state (root, iproute2; 5 minutes)
 	$(BIN)/python -m benchmarks.large_join
