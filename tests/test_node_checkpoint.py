@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -56,10 +57,10 @@ def finish(run: OfNode) -> None:
         step(run, t)
 
 
-def four(rank: int, n: int, folder: str) -> Any:
+def four(rank: int, n: int, folder: str, names: list[str]) -> Any:
     path = Path(folder)
-    for name, case in RUNS.items():
-        resumed(case, rank, path / name)
+    for name in names:
+        resumed(RUNS[name], rank, path / name)
     run = OfNode(Case({"topology": "complete"}, ADAMW), 2)
     ema = AveragedReplica(run.gossip, decay=0.5)
     for t in range(4):
@@ -97,8 +98,8 @@ def resized(rank: int, n: int, path: Path, shards: int) -> dict[str, dict[str, T
     return found
 
 
-def six(rank: int, n: int, folder: str) -> Any:
-    return resized(rank, n, Path(folder), 2), resized(rank, n, Path(folder), 3), resized(rank, n, Path(folder), 1)
+def six(rank: int, n: int, folder: str, sizes: list[int]) -> Any:
+    return [resized(rank, n, Path(folder), shards) for shards in sizes]
 
 
 def of_one_worker_each(transport: Any, path: Path) -> dict[str, Tensor]:
@@ -116,8 +117,11 @@ def of_one_worker_each(transport: Any, path: Path) -> dict[str, Tensor]:
     return own
 
 
-def test_saved_resumed_exported_and_resized(workers, tmp_path):
-    outcomes = workers(4, four, str(tmp_path))
+@pytest.mark.parametrize(
+    ("names", "sizes"), [(["outer"], [3]), pytest.param(list(RUNS), [2, 3, 1], marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_saved_resumed_exported_and_resized(workers, tmp_path, names, sizes):
+    outcomes = workers(4, four, str(tmp_path), names)
     wanted = run_replicas(2, partial(of_one_worker_each, path=tmp_path))
     for name in ("mean", "ema"):
         ours, theirs = (torch.load(tmp_path / f"{file}.pt", weights_only=True) for file in (name, f"wanted {name}"))
@@ -129,9 +133,9 @@ def test_saved_resumed_exported_and_resized(workers, tmp_path):
         assert_close_to(read_parameters(tmp_path / "two by two", rank, buffers=True), nodes[rank // 2])
     assert_close_to(read_parameters(tmp_path / "two by two"), mean_of(nodes))
 
-    found = workers(6, six, str(tmp_path))
+    found = workers(6, six, str(tmp_path), sizes)
     for rank in range(6):
-        for shards, own in zip((2, 3, 1), found[rank], strict=True):
+        for shards, own in zip(sizes, found[rank], strict=True):
             number, count = rank // shards, 6 // shards
             for name, saved in (("two by two", nodes), ("workers", plain)):
                 assert_close_to(own[f"{name}, mean"], mean_of(saved))
@@ -141,7 +145,7 @@ def test_saved_resumed_exported_and_resized(workers, tmp_path):
             assert "workers and this run has" in own["workers"]
             for key, value in own.items():  # one and the same on all workers of a node
                 if not isinstance(value, str):
-                    assert_equal(value, found[rank - rank % shards][(2, 3, 1).index(shards)][key])
+                    assert_equal(value, found[rank - rank % shards][sizes.index(shards)][key])
 
 
 def mean_of(found: list[dict[str, Tensor]]) -> dict[str, Tensor]:
