@@ -43,7 +43,7 @@ def train(task_name: str, optimizer: str, size: int, seed: int) -> tuple[float, 
     made = optim_fn(contender, lr, replicas)
     cluster = VirtualCluster(task.model(), made, "base-2", replicas, loss_fn=loss_fn, lr_scheduler_fn=schedule(task, run))
     for t in range(STEPS):
-        cluster.step(*(part.unflatten(0, (replicas, size)).flatten(1, 2) for part in task.batch(t)))
+        cluster.step(*(torch.unflatten(part, 0, (replicas, size)).flatten(1, 2) for part in task.batch(t)))
     trained, other, _ = task.evaluate(cluster.mean_model())
     return trained, other
 

@@ -160,11 +160,13 @@ def assert_close_to(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None
 
 def large(rank: int, n: int, folder: str) -> None:
     model = nn.Linear(300, 400)
+    model.codes = nn.Parameter(torch.ones(3, dtype=torch.int16), requires_grad=False)  # gloo does not know it
     optimizer = ADAMW(model.parameters())
     gossip = decent_dp.gossip(model, optimizer, local_world_size=2)
     model(torch.ones(1, 300)).sum().backward()
     optimizer.step()
     save(gossip, folder)
+    assert load(gossip, folder) == {}
 
 
 def test_a_node_saves_one_copy(workers, tmp_path):

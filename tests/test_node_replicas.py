@@ -353,16 +353,79 @@ def misuse(rank: int, n: int) -> list[str]:
         run.model.first.weight.register_post_accumulate_grad_hook(lambda _: run.optimizers[0].step())
         run.loss(0).backward()
 
+    def by_hand(run: OfNode) -> None:
+        params = [param for param in run.model.parameters() if param.requires_grad]
+        step(run, 0)
+        for param, grad in zip(params, torch.autograd.grad(run.loss(0), params), strict=True):
+            param.grad = grad
+        run.optimizers[0].step()
+
     fails(unsynced)
     fails(within)
+    fails(by_hand)
+    run = OfNode(Case(), 2)  # without gradients, or with zeros, a step is one of the node
+    with run.gossip.no_sync():
+        run.loss(0).backward()
+    run.optimizers[0].zero_grad(set_to_none=False)
+    run.optimizers[0].step()
+    run.optimizers[0].zero_grad()
+    run.optimizers[0].step()
+    run.gossip.close()
     return found
 
 
 def test_steps_with_gradients_of_one_worker(workers):
     found = workers(2, misuse)
     assert found[0] == found[1]
-    assert "no_sync(): leave the last backward" in found[0][0]
+    assert "inside no_sync(), or they were set by hand" in found[0][0] == found[0][2]
     assert "inside a backward" in found[0][1]
+
+
+def masks(rank: int, n: int, bucket: float) -> list[float]:
+    """Hooks of the user's, which keep a part of each gradient, before and after ours."""
+    model, found = Odd(), []
+    params = [param for param in model.parameters() if param.requires_grad]
+
+    def mask(param: Tensor) -> None:
+        assert param.grad is not None
+        param.grad.mul_(torch.arange(param.numel()).view(param.shape) % 2)
+
+    for param in params[::2]:
+        param.register_post_accumulate_grad_hook(mask)
+    optimizer = SGD(params)
+    gossip = decent_dp.gossip(model, optimizer, local_world_size=n, replica="node", bucket_size_in_mb=bucket)
+    for param in params[1::2]:
+        param.register_post_accumulate_grad_hook(mask)
+    for t in range(3):
+        optimizer.zero_grad()
+        x, y = (part.chunk(n)[rank] for part in inputs(t, 0))
+        (model(x) - y).square().mean().backward()
+        found.append(sum(float(param.grad.reshape(-1)[::2].abs().sum()) for param in params))
+        assert all(float(param.grad.abs().sum()) for param in params if param.numel() > 1)
+        optimizer.step()
+    gossip.close()
+    return found
+
+
+@pytest.mark.parametrize("bucket", [25, 0])
+def test_hooks_of_the_users_see_the_gradients_before_they_are_averaged(workers, bucket):
+    assert workers(2, masks, bucket) == [[0.0] * 3] * 2
+
+
+def timeouts(rank: int, n: int) -> float:
+    run = OfNode(Case(), 2)
+    from decent_dp.transport.rendezvous import timeout_of
+
+    own = timeout_of(run.gossip.shares.group._group)
+    again = OfNode(Case(), 2)
+    assert again.gossip.shares.group._group is run.gossip.shares.group._group
+    assert own == timeout_of(dist.group.WORLD)
+    return own.total_seconds()
+
+
+def test_a_node_waits_as_long_as_the_process_group(workers):
+    found = workers(4, timeouts)
+    assert 0 < found[0] < 1000
 
 
 def copies(rank: int, n: int) -> dict[str, Tensor]:

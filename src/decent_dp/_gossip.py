@@ -272,11 +272,15 @@ class Gossip(Replica):
         """Raises RuntimeError if a step was made with gradients of this worker alone, and not of its node."""
         with self.faults():
             self.refuse_inside("the step of an optimizer, whose gradients are not averaged over the node yet,")
-            has_any = any(param.grad is not None for param in self._params_at_call[number])
-            if self.gradients is not None and self.gradients.is_open and has_any:
+            gradients = self.gradients
+            if gradients is None or (gradients.averaged and not gradients.is_open):
+                return
+            grads = [param.grad for param in self._params_at_call[number] if param.grad is not None]
+            if any(bool(grad.any()) for grad in grads):
                 raise RuntimeError(
-                    "the optimizer has stepped with gradients that were not averaged over the workers of the node, as all of "
-                    "their backwards were inside no_sync(): leave the last backward before a step outside."
+                    "the optimizer has stepped with gradients that were not averaged over the workers of the node: all their "
+                    "backwards were inside no_sync(), or they were set by hand (torch.autograd.grad). Leave the last backward "
+                    "before a step outside; with gradients of your own pass replica='worker' to gossip()."
                 )
 
     def _scaler_used(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
@@ -369,6 +373,8 @@ class Gossip(Replica):
             self.end_round(stepped=step and self._taken)
             if step:
                 self._stepped, self._taken = [0] * len(self.optimizers), False
+                if self.gradients is not None:
+                    self.gradients.averaged = False
         self.notify_listeners()
         self.reached_boundary()
 
@@ -557,6 +563,8 @@ class Gossip(Replica):
 
     def install(self, snapshot: Mapping[str, Any], buckets: list[Bucket]) -> None:
         self._stepped, self._taken = list(snapshot["stepped"]), bool(snapshot["taken"])
+        if self.gradients is not None:
+            self.gradients.is_open, self.gradients.averaged = bool(snapshot.get("open")), True
         self._scaled.clear()
         self._took_step.clear()
         if "optim" in snapshot and self.scaler is not None:

@@ -237,7 +237,10 @@ def _check_record(step: Path, record: Record, replica: Replica, resize: str | No
         )
         if len(workers[0]) == here.shards:
             now = str(len(here.workers))
-        raise ValueError(f"{step} was saved by {there} and this run has {now}: pass resize='spread' (or 'mean') to load().")
+        hint = "" if len(workers[0]) > 1 or here.shards == 1 else " To resume exactly, pass replica='worker' to gossip()."
+        raise ValueError(
+            f"{step} was saved by {there} and this run has {now}: pass resize='spread' (or 'mean') to load().{hint}"
+        )
 
 
 def _verify(replica: Replica, step: Path, shards: Sequence[Shard], saved: int) -> None:

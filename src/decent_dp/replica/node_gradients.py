@@ -95,6 +95,7 @@ class NodeGradients:
     Attributes:
         hooks: the handles of the hooks on the parameters.
         is_open: whether gradients are each worker's own, from a backward in ``no_sync``.
+        averaged: whether a backward has averaged them since the user of this object has set it to False.
         meet: called before a backward's first sum; by default does nothing.
     """
 
@@ -112,7 +113,7 @@ class NodeGradients:
         # that was there, or gradients have come in several CUDA streams.
         self._at_end = False
         self._unsynced = 0
-        self.is_open = False
+        self.is_open = self.averaged = False
         self.meet: Callable[[], object] = lambda: None
         # On a GPU, hooks of CPU and CUDA parameters run in different threads.
         self._lock = threading.RLock()
@@ -167,14 +168,13 @@ class NodeGradients:
                     "a gradient came twice in one backward, from a backward inside it, and was averaged already: use "
                     "torch.utils.checkpoint with use_reentrant=False, or in every step."
                 )
+            # Those that were complete before this gradient: the user's hooks on the last one have been called by now.
+            with self._explaining():
+                while not self._at_end and not self._buckets[len(backward.in_flight)].missing:
+                    self._sum_next(backward)
             if index not in backward.arrived:
                 backward.arrived.add(index)
                 self._buckets[number].missing -= 1
-            with self._explaining():
-                while not self._at_end and (number := len(backward.in_flight)) < len(self._buckets):
-                    if self._buckets[number].missing:
-                        break
-                    self._sum_next(backward)
 
     def _begun(self) -> _Running:
         backward = self._backward
@@ -224,7 +224,7 @@ class NodeGradients:
                 work.wait()
             for bucket in self._buckets:
                 bucket.unpack()
-            self.is_open = False
+            self.is_open, self.averaged = False, True
 
     # -- buckets ------------------------------------------------------------------------------------------------------
 

@@ -45,6 +45,8 @@ def describe_node(
         return {"rank": transport.rank, "ranks": list(inner), "alone": True}
     if replica is None and why_not and transport.rank == 0 and 1 < on_node < transport.world_size:
         _log.warning("each worker is a replica, and the workers of a node send a copy each: %s", why_not)
+    if transport.world_size == 1:
+        return None
     if isinstance(transport, InProcessTransport):
         why_not = "the workers of InProcessTransport are threads"
     if replica == "node" and why_not:

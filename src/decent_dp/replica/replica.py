@@ -242,6 +242,7 @@ class Replica(HookedModel):
     def end_round(self, *, stepped: bool) -> None:
         """Called after all buckets were started."""
         self.engine.wait_for_read()
+        self.engine.finished.clear()
         if _log.isEnabledFor(logging.DEBUG):
             what, ranks = "with" if stepped else "without", self.topology.get_edge(self.engine.round).ranks
             _log.debug("worker %d: round %d %s a step, edge %s", self.world.rank, self.engine.round, what, ranks)

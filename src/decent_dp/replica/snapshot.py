@@ -127,7 +127,8 @@ def completed(replica: Replica, snapshot: dict[str, Any]) -> dict[str, Any]:
     if replica.shares is None:
         return snapshot
     common = replica.shares.broadcast({key: snapshot[key] for key in _OF_NODE})
-    return {**snapshot, **common, "grads": snapshot["grads"] or common["grads"]}
+    is_open = any(replica.shares.group.gather_values(bool(snapshot["grads"]))[1:])
+    return {**snapshot, **common, "grads": snapshot["grads"] if is_open else common["grads"], "open": is_open}
 
 
 def settle(replica: Replica) -> None:

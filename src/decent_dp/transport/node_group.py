@@ -25,7 +25,7 @@ _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else 
 def inside_ddp(model: Any) -> tuple[Any, Any]:
     """The module in DistributedDataParallel, and its process group; of ``replicate`` the same module; else the model, None."""
     if isinstance(model, DistributedDataParallel):
-        return model.module, model.process_group
+        return model.module, model.process_group if dist.get_world_size(model.process_group) > 1 else None
     if any(kind.__module__ == "torch.distributed._composable.replicate" for kind in type(model).__mro__):
         from torch.distributed._composable.replicate import replicate
 
@@ -41,6 +41,21 @@ def ranks_in(group: Any, process_group: Any = None) -> list[int]:
         return []
     known = dist.get_process_group_ranks(process_group or dist.group.WORLD)
     return [known.index(rank) if rank in known else -1 for rank in dist.get_process_group_ranks(group)]
+
+
+# Made before, by ranks and by the group of all: each has threads, connections, and memory on a GPU.
+_made: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+
+def _group_of(ranks: Sequence[int], of_all: Any) -> Any:
+    """The process group of these ranks of the default group, which call this together."""
+    parent, group = _made.get(tuple(ranks), (None, None))
+    if parent is not of_all:
+        timeout, backend = timeout_of(of_all), dist.get_backend(of_all)
+        # The workers of a node are in as many groups: with other numbers this would wait for ever (torch 2.13).
+        group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+        _made[tuple(ranks)] = of_all, group
+    return group
 
 
 class NodeGroup:
@@ -64,9 +79,7 @@ class NodeGroup:
         self._group: Any = process_group or dist.group.WORLD
         if len(ranks) < dist.get_world_size(process_group):
             of_all = dist.get_process_group_ranks(self._group)
-            timeout, backend = timeout_of(process_group), dist.get_backend(process_group)
-            # The workers of a node are in as many groups: with other numbers this would wait for ever (torch 2.13).
-            self._group = dist.new_group([of_all[rank] for rank in ranks], timeout, backend, use_local_synchronization=True)
+            self._group = _group_of([of_all[rank] for rank in ranks], self._group)
         self._position, self.size = dist.get_rank(self._group), len(ranks)
         self.averages = averages
 
@@ -91,11 +104,12 @@ class NodeGroup:
     @torch.no_grad()
     def broadcast(self, tensors: Iterable[Tensor], source: int = 0) -> None:
         """Each worker gets those of the one at position ``source``. They may be on the CPU where the group is of GPUs."""
-        only_cuda = dist.get_backend(self._group) == "nccl"
+        only_cuda = self.backend == "nccl"
         for tensor in tensors:
             there = (tensor.cuda() if only_cuda else tensor.detach()).contiguous()
-            dist.broadcast(self._numbers(there), group=self._group, group_src=source)
-            if there is not tensor:
+            # As bytes: gloo does not know every dtype.
+            dist.broadcast(there.reshape(-1).view(torch.uint8), group=self._group, group_src=source)
+            if there.data_ptr() != tensor.data_ptr():
                 tensor.copy_(there)
 
     @torch.no_grad()
@@ -109,7 +123,7 @@ class NodeGroup:
         size = 0
         for tensor in shares:
             nbytes = sum(share.nbytes for share in tensor)
-            if chunk and (size + nbytes > _CHUNK or tensor[0].dtype != chunk[0][0].dtype):
+            if chunk and (size + nbytes > _CHUNK or _kind(tensor[0]) != _kind(chunk[0][0])):
                 self._gather_chunk(chunk)
                 chunk, size = [], 0
             chunk.append(tensor)
@@ -130,3 +144,7 @@ class NodeGroup:
                 mine = [tensor[position] for tensor in shares]
                 pieces = torch.split(part, [share.numel() for share in mine])
                 torch._foreach_copy_(mine, [piece.view(share.shape) for piece, share in zip(pieces, mine, strict=True)])
+
+
+def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
+    return tensor.dtype, tensor.device
