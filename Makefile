@@ -111,8 +111,8 @@ bench-net-long: $(VENV)/.installed  ## the same three times in rotating order, m
 	$(BIN)/python -m benchmarks.net --repeat 3
 
 bench-net-nodes: $(VENV)/.installed  ## nodes of two workers: a node as one replica, and other ways (40 minutes)
-	$(BIN)/python -m benchmarks.net --setup 3x2-100 4x2-100 --repeat 3 --contender alone ddp 'gossip:base-2*' worker:base-2 \
-		ours:hierarchical ours:alternating-exp-ring
+	$(BIN)/python -m benchmarks.net --setup 3x2-100 4x2-100 --repeat 3 --out benchmarks/results/nodes --contender alone ddp \
+		'gossip:base-2*' worker:base-2
 
 bench-gossip: $(VENV)/.installed  ## gossip() and the wrapper over slow links (7 minutes)
 	$(BIN)/python -m benchmarks.net --setup 8x1-60 --out benchmarks/results/gossip --contender alone 'ours:one-peer-exp*' \

@@ -93,7 +93,8 @@ class NodeGroup:
 
     @property
     def backend(self) -> str:
-        return str(dist.get_backend(self._group))
+        found = str(dist.get_backend(self._group))
+        return "gloo or nccl" if found == "undefined" else found  # by device
 
     def gather_values(self, value: Any) -> list[Any]:
         """The values of all workers, in the order of their ranks."""
