@@ -17,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import decent_dp
 from decent_dp.optim import GossipAdamW
+from decent_dp.replica.nodes import agree_on_nodes
 from decent_dp.rules import DriftCorrection, OuterNesterov
+from decent_dp.sim import VirtualCluster
 from decent_dp.transport import run_replicas
 from tests.helpers import assert_same
 from tests.sharded_cases import (
@@ -35,7 +37,7 @@ from tests.sharded_cases import (
     train,
     values,
 )
-from tests.test_sharded import SITUATIONS, situation, unsharded
+from tests.test_sharded import SITUATIONS, assert_equal_to_one_worker, situation
 
 CASES = {
     "base-2": Case({"topology": "base-2"}),
@@ -105,14 +107,47 @@ PLANS = [
 @pytest.mark.parametrize(("n", "plan"), PLANS)
 def test_equal_to_replicas_of_one_worker(workers, n, plan):
     found = workers(n, body, plan)
-    for number, (replicas, shards, name) in enumerate(plan):
-        case = CASES[name]
-        wanted = run_replicas(replicas, partial(unsharded, case=case, shards=shards))
-        for rank in range(n):
-            where = f"{replicas} x {shards}, {name}, worker {rank}"
-            assert_close(found[rank][number], wanted[rank // shards], case.tolerance, where)
-            first = found[rank - rank % shards][number]["own"]
-            assert all(torch.equal(found[rank][number]["own"][key], value) for key, value in first.items()), where
+    for number, (_, shards, _) in enumerate(assert_equal_to_one_worker(found, plan, CASES)):
+        for rank, own in enumerate(found):
+            assert_same(own[number]["own"], found[rank - rank % shards][number]["own"])
+
+
+def test_equal_to_the_simulator(workers):
+    found = workers(4, plain_steps)
+    cluster = VirtualCluster(Odd(0), sgd_by_name, "base-2", 2, loss_fn=lambda model, x, y: (model(x) - y).square().mean())
+    for t in range(6):
+        cluster.step(*map(torch.stack, zip(*(inputs(t, replica) for replica in range(2)), strict=True)))
+    for rank, own in enumerate(found):
+        for name, value in cluster.parameters.items():
+            torch.testing.assert_close(own[name], value[rank // 2], rtol=1e-6, atol=1e-6)
+
+
+def sgd_by_name(named: Any) -> torch.optim.Optimizer:
+    return SGD([param for _, param in named])
+
+
+def plain_steps(rank: int, n: int) -> dict[str, Tensor]:
+    run = OfNode(Case(), 2)
+    for t in range(6):
+        step(run, t)
+    own = values(run.model)
+    run.gossip.close()
+    return own
+
+
+def described(hosts: str, on_node: int = 2, of: str = "auto") -> list[Any]:
+    return [{"rank": rank, "of": of, "on_node": on_node, "host": host} for rank, host in enumerate(hosts)]
+
+
+def test_machines_tell_nodes_apart(caplog):
+    """A launcher may deal ranks in turns."""
+    found = agree_on_nodes(described("abab"), 0)
+    assert [one["ranks"] for one in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert agree_on_nodes(described("aabb"), 0)[3] == {"rank": 3, "ranks": [2, 3], "alone": True}
+    assert agree_on_nodes(described("aaab"), 0) == [None] * 4
+    assert "the workers [0, 1, 2] are on one machine" in caplog.text
+    with pytest.raises(ValueError, match=r"with local_world_size=4, the workers \[0, 1\] are on one machine"):
+        agree_on_nodes(described("aabb", 4, "node"), 1)
 
 
 def in_situations(rank: int, n: int) -> list[Any]:

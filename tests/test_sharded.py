@@ -77,6 +77,16 @@ def unsharded(transport: Any, case: Case, shards: int) -> Any:
     return train(Unsharded(case, transport, shards, seed=transport.rank))
 
 
+def assert_equal_to_one_worker(found: list[Any], plan: list[tuple[int, int, str]], cases: dict[str, Case]) -> Any:
+    """Compares the results of all workers, by case, with those of replicas of one worker; returns the plan."""
+    for number, (replicas, shards, name) in enumerate(plan):
+        wanted = run_replicas(replicas, partial(unsharded, case=cases[name], shards=shards))
+        for rank, own in enumerate(found):
+            where = f"{replicas} x {shards}, {name}, worker {rank}"
+            assert_close(own[number], wanted[rank // shards], cases[name].tolerance, where)
+    return plan
+
+
 FOUR = [(2, 2, name) for name in CASES]
 PLANS = [
     pytest.param(4, [(2, 2, name) for name in ("outer in windows", "gossip-adamw")], id="some"),
@@ -88,12 +98,7 @@ PLANS = [
 @pytest.mark.parametrize(("n", "plan"), PLANS)
 def test_equal_to_unsharded_replicas(workers, n, plan):
     found = workers(n, body, plan)
-    for number, (replicas, shards, name) in enumerate(plan):
-        case = CASES[name]
-        wanted = run_replicas(replicas, partial(unsharded, case=case, shards=shards))
-        for rank in range(n):
-            where = f"{replicas} x {shards}, {name}, worker {rank}"
-            assert_close(found[rank][number], wanted[rank // shards], case.tolerance, where)
+    for number, (_, _, name) in enumerate(assert_equal_to_one_worker(found, plan, CASES)):
         distances = {found[rank][number]["distance"] for rank in range(n)}
         assert len(distances) == 1, (name, distances)
 

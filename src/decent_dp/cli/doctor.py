@@ -361,7 +361,7 @@ def _in_words(document: dict[str, Any]) -> list[str]:
 
 
 def _advice_on_nodes(document: dict[str, Any]) -> list[str]:
-    """What an exchange takes where nodes are the replicas."""
+    """Returns the time of an exchange between nodes that are replicas, in words."""
     worst, sizes = document["worst"]["between_nodes"], set(Counter(document["nodes"]).values())
     local = max(sizes)
     if worst is None or local == 1 or len(sizes) > 1:

@@ -1,4 +1,4 @@
-"""What the workers of a node that is one replica exchange with each other, and what the shards of a model do."""
+"""The exchanges between the workers of a node that is one replica, and between those that shard a model."""
 
 from __future__ import annotations
 

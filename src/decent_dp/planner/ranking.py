@@ -32,7 +32,7 @@ def left_out(cluster: Cluster) -> dict[str, str]:
 
 
 def default_replica(cluster: Cluster, name: str) -> str:
-    """What ``gossip`` makes a replica by default."""
+    """Returns the unit that ``gossip`` makes a replica by default: 'node' or 'worker'."""
     return "node" if cluster.several_of_several and counts_replicas(name) else "worker"
 
 

@@ -31,8 +31,8 @@ from decent_dp.replica.shares import Shares
 from decent_dp.rules import DriftCorrection, Rule
 from decent_dp.rules.rule import rule_settings
 from decent_dp.topo import Edge, Topology, TopologyReg, make_topology
+from decent_dp.topo.abstract import check_pairs
 from decent_dp.topo.epoch_topology import EpochTopology
-from decent_dp.topo.holes import check_pairs
 from decent_dp.topo.registry import why_unfit
 from decent_dp.transport import NewcomerTransport, Replicas, Transport
 

@@ -1,4 +1,4 @@
-"""Which workers are one replica, where a node is one and its workers hold the same parameters."""
+"""The choice of the replicas: workers, or nodes whose workers hold the same parameters."""
 
 from __future__ import annotations
 

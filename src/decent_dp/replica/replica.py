@@ -213,7 +213,7 @@ class Replica(HookedModel):
             bucket.buffer.rebind()
 
     def describe_replica(self) -> str:
-        """What mixes, and over what."""
+        """Describes the unit that mixes, for ``repr`` and the log."""
         own = self.replicas.workers_of(self.replicas.place_of(self.world.rank)[0])
         return describe_replica(own, self.shares, self.world.carrier(on_gpus=self._on_cuda))
 

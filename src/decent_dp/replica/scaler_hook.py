@@ -1,4 +1,4 @@
-"""What a GradScaler does with the optimizers of a replica: nothing but its own methods shows a step that it skips."""
+"""Hooks on the methods of a GradScaler, as nothing else shows a step that it skips."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def _cut(tensor: Tensor, rows: int, workers: int) -> list[Tensor]:
 
 
 def describe_replica(workers: Sequence[int], shares: Shares | None, carrier: str) -> str:
-    """What mixes, and over what. ``carrier``: of the exchanges; '' in one process."""
+    """Describes the unit that mixes. ``carrier``: of the exchanges; '' in one process."""
     own, between = list(workers), f", exchanges over {carrier}" if carrier else ""
     if len(own) == 1:
         return f"replica='worker'{between}"
@@ -78,7 +78,7 @@ def describe_replica(workers: Sequence[int], shares: Shares | None, carrier: str
 
 
 class UnevenNode:
-    """Inside ``join``: the workers of a node tell each other what each does next, and who has run out follows the others.
+    """Inside ``join``: the workers of a node tell each other their next calls, and those without batches follow the others.
 
     Attributes:
         source: the position of a worker that still trains, at the last meeting. ``some_are_out``: whether another one did not.
@@ -90,7 +90,7 @@ class UnevenNode:
         self.source, self.some_are_out, self.behind = 0, False, False
 
     def meet(self, what: str) -> str:
-        """What the workers that still train do next; '' if all have run out. Called by all, with '' by one that has.
+        """Returns the next call of the workers that still train; '' if none does. All call it; one without batches passes ''.
 
         Raises:
             RuntimeError: they do different things.

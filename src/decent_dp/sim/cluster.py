@@ -24,7 +24,7 @@ from decent_dp.sim.stack import Stack
 from decent_dp.sim.statistics_exchange import StatisticsExchange
 from decent_dp.sim.steppers import Shared, Stepper, make_stepper
 from decent_dp.topo import Topology, make_topology
-from decent_dp.topo.holes import check_pairs
+from decent_dp.topo.abstract import check_pairs
 
 __all__ = ["VirtualCluster"]
 

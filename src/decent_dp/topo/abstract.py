@@ -24,7 +24,7 @@ from decent_dp._checks import check_integer
 
 from .edges import _KEPT_ROUNDS, Edge, PairRounds, _checked_round, _words
 
-__all__ = ["Edge", "Topology", "listing", "worker_scope"]
+__all__ = ["Edge", "Topology", "check_pairs", "listing", "worker_scope"]
 
 FINGERPRINT_ROUNDS = 64
 _SHOWN_ROUNDS = 16
@@ -174,11 +174,7 @@ class Topology(metaclass=TopologyMeta):
         Raises:
             ValueError: an edge has more than two workers.
         """
-        if (largest := Topology.largest_group(self)) > 2:
-            raise ValueError(
-                f"weight needs a topology of pairs, as the messages of a larger group become a plain mean on their way, and "
-                f"{self!r} mixes groups of {largest}: use 'base-2', 'one-peer-exp', 'ring' or 'random-matching'"
-            )
+        check_pairs(self, "weight", "as the messages of a larger group become a plain mean on their way")
         made = copy.copy(self)
         made._replica_weights = tuple(weights)
         return made
@@ -426,3 +422,21 @@ class Topology(metaclass=TopologyMeta):
             if not self._periodic_rounds:
                 raise ValueError(f"{name} has no rounds: _get_topo_edges() must return at least one list of edges")
         return self._periodic_rounds
+
+
+def check_pairs(
+    topology: Topology, who: str, why: str = "where one that is gone costs its partner one edge and nobody else waits"
+) -> None:
+    """Refuses a topology with groups.
+
+    Args:
+        who: the feature that needs pairs, for the message. ``why``: the reason.
+
+    Raises:
+        ValueError: an edge has more than two workers.
+    """
+    if (largest := Topology.largest_group(topology)) > 2:
+        raise ValueError(
+            f"{who} needs a topology of pairs, {why}, and {topology!r} mixes groups of {largest}: use 'base-2', "
+            "'one-peer-exp', 'ring' or 'random-matching'"
+        )

@@ -6,31 +6,15 @@ from collections.abc import Callable, Iterable
 
 from decent_dp._checks import check_integer
 
-from .abstract import Topology
+from .abstract import Topology, check_pairs
 from .edges import Edge
 
-__all__ = ["WithoutTopology", "check_pairs", "with_holes", "without"]
+__all__ = ["WithoutTopology", "with_holes", "without"]
 
 
 def with_holes(edges: Iterable[Edge], is_hole: Callable[[Edge], bool]) -> list[Edge]:
     """A round in which the members of each edge that is a hole sit out."""
     return [part for edge in edges for part in ([Edge([rank], 1.0) for rank in edge.ranks] if is_hole(edge) else [edge])]
-
-
-def check_pairs(topology: Topology, who: str) -> None:
-    """Refuses a topology with groups.
-
-    Args:
-        who: what needs pairs, for the message.
-
-    Raises:
-        ValueError: an edge has more than two workers.
-    """
-    if (largest := Topology.largest_group(topology)) > 2:
-        raise ValueError(
-            f"{who} needs a topology of pairs, where one that is gone costs its partner one edge and nobody else waits, and "
-            f"{topology!r} mixes groups of {largest}: use 'base-2', 'one-peer-exp', 'ring' or 'random-matching'"
-        )
 
 
 class WithoutTopology(Topology):

@@ -306,7 +306,7 @@ class Transport(ABC):
         return rank
 
     def carrier(self, *, on_gpus: bool) -> str:
-        """What carries the exchanges of tensors on GPUs, or on CPUs, in words; '' in one process."""
+        """Names the library that carries the exchanges of tensors on GPUs, or on CPUs; '' in one process."""
         return ""
 
     def among(self, ranks: Sequence[int], world_size: int) -> Transport:
