@@ -442,6 +442,46 @@ def masks(rank: int, n: int, bucket: float) -> list[float]:
     return found
 
 
+class Mixed(nn.Module):
+    """Parameters of three dtypes, in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float32]
+        self.parts = nn.ParameterList(torch.linspace(-1, 1, 15).view(5, 3).to(dtype) for dtype in dtypes)
+
+    def loss(self, t: int, worker: int) -> Tensor:
+        return sum((part * (1 + t + worker)).double().square().mean() for part in self.parts)
+
+
+def mixed(rank: int, n: int) -> list[Tensor]:
+    return train_mixed(lambda model, t: model.loss(t, rank).backward(), local_world_size=2)
+
+
+def train_mixed(backward: Callable[[Mixed, int], object], **options: Any) -> list[Tensor]:
+    model = Mixed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    gossip = decent_dp.gossip(model, optimizer, **options)
+    for t in range(4):
+        optimizer.zero_grad()
+        backward(model, t)
+        optimizer.step()
+    gossip.close()
+    return [part.detach().clone() for part in model.parts]
+
+
+def test_parameters_of_several_dtypes(workers):
+    def one(transport: Any) -> list[Tensor]:
+        ranks = (2 * transport.rank, 2 * transport.rank + 1)
+        return train_mixed(lambda model, t: sum(model.loss(t, r) / 2 for r in ranks).backward(), transport=transport)
+
+    wanted = run_replicas(2, one)
+    for rank, own in enumerate(workers(4, mixed)):
+        for ours, theirs in zip(own, wanted[rank // 2], strict=True):
+            narrow = ours.dtype == torch.bfloat16
+            torch.testing.assert_close(ours, theirs, rtol=2e-2 if narrow else 1e-6, atol=2e-2 if narrow else 1e-6)
+
+
 @pytest.mark.parametrize("bucket", [25, 0])
 def test_hooks_of_the_users_see_the_gradients_before_they_are_averaged(workers, bucket):
     assert workers(2, masks, bucket) == [[0.0] * 3] * 2

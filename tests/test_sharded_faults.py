@@ -239,6 +239,29 @@ def test_a_replica_that_was_late_goes_on_and_heals_as_a_whole(workers, kind):
     assert found[2][2].updates < found[0][2].updates
 
 
+def spoils_its_share(rank: int, n: int) -> Any:
+    """One worker of the second node gets a NaN into its share: both heal, after the same round."""
+    part, healed = Part(rank, n, "node"), []
+    part.train(lambda: part.gossip.stats().rounds >= 20)
+    if rank == VICTIMS[0]:
+        with torch.no_grad():
+            part.model.get_parameter("first.weight")[0, 0] = math.nan
+    while part.gossip.stats().rounds < 60:
+        part.step()
+        healed.append(all(bool(param.isfinite().all()) for param in part.model.parameters()))
+        time.sleep(PAUSE)
+    return healed, part.end()
+
+
+def test_a_node_heals_together(workers):
+    found = workers(N, spoils_its_share)
+    for rank, (healed, mean) in enumerate(found):
+        assert healed[-1]
+        assert healed[3:] == found[rank ^ 1][0][3:]
+        assert_same(mean, found[0][1])
+        assert all(healed) is (rank not in VICTIMS)
+
+
 def means_without(rank: int, n: int) -> Any:
     """The mean and the distance to it: a part of the second replica is not finite, and then a worker of it dies inside."""
     part, found = Part(rank, n, buffers=False), []  # after which all workers meet in the mean of the buffers
