@@ -478,8 +478,8 @@ def test_parameters_of_several_dtypes(workers):
     wanted = run_replicas(2, one)
     for rank, own in enumerate(workers(4, mixed)):
         for ours, theirs in zip(own, wanted[rank // 2], strict=True):
-            narrow = ours.dtype == torch.bfloat16
-            torch.testing.assert_close(ours, theirs, rtol=2e-2 if narrow else 1e-6, atol=2e-2 if narrow else 1e-6)
+            tolerance = {torch.bfloat16: 2e-2, torch.float32: 1e-6, torch.float64: 1e-12}[ours.dtype]
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("bucket", [25, 0])

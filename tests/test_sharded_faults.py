@@ -244,8 +244,13 @@ def spoils_its_share(rank: int, n: int) -> Any:
     part, healed = Part(rank, n, "node"), []
     part.train(lambda: part.gossip.stats().rounds >= 20)
     if rank == VICTIMS[0]:
-        with torch.no_grad():
-            part.model.get_parameter("first.weight")[0, 0] = math.nan
+
+        def spoil(*_: Any) -> None:  # after the backward, which would make the gradients of both NaN
+            hook.remove()
+            with torch.no_grad():
+                part.model.get_parameter("first.weight")[0, 0] = math.nan
+
+        hook = part.optimizer.register_step_pre_hook(spoil)
     while part.gossip.stats().rounds < 60:
         part.step()
         healed.append(all(bool(param.isfinite().all()) for param in part.model.parameters()))
