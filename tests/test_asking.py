@@ -119,7 +119,7 @@ def until(end: int, then: Answer) -> Answer:
 def short(monkeypatch):
     monkeypatch.setattr(receiver_module, "_AGAIN", 0.01)
     monkeypatch.setattr(receiver_module, "_STUCK", 0.2)
-    monkeypatch.setattr(transfer_module, "_CHUNK", CHUNK)
+    monkeypatch.setattr(transfer_module, "_CHUNKS", (CHUNK, CHUNK))
     monkeypatch.setattr(transfer_module, "_PAUSE", 0.01)
 
 

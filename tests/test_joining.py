@@ -503,13 +503,13 @@ def test_an_old_checkpoint_does_not_get_into_a_replica_that_joins(workers, tmp_p
 
 def donor_dies(rank: int, n: int) -> Any:
     """The first worker that gives its state dies half-way."""
-    transfer_module._CHUNK = 1000
+    transfer_module._CHUNKS = (1000, 1000)
     chunk = StateCopy.chunk
 
-    def dies(copy: Any, begin: int) -> bytes:
+    def dies(copy: Any, begin: int, size: int) -> bytes:
         if begin > 3000 and _store().add("donors", 1) == 1:
             die()
-        return chunk(copy, begin)
+        return chunk(copy, begin, size)
 
     StateCopy.chunk = dies  # type: ignore[method-assign]
     model, optimizer, replica, rank = begin(rank, faults=decent_dp.Tolerate(dead_after=2.0))
@@ -543,7 +543,7 @@ def test_another_member_gives_its_state_if_the_first_dies(workers):
 
 def connection_breaks(rank: int, n: int) -> Any:
     """The connection of the worker that gives its state breaks half-way, once."""
-    transfer_module._CHUNK = 500
+    transfer_module._CHUNKS = (500, 500)
     given: list[tuple[str, int, int]] = []
     taken: list[Any] = []
     take, chunk, answer = state_server_module.take, StateCopy.chunk, StateServer.answer
@@ -554,9 +554,9 @@ def connection_breaks(rank: int, n: int) -> Any:
             wire.call(lambda: wire.flow.lose(wire.flow.joiners[rank, incarnation], "cut"))
         return answer(server, rank, incarnation, request)
 
-    def count(copy: Any, begin: int) -> bytes:
+    def count(copy: Any, begin: int, size: int) -> bytes:
         given.append((copy.name, begin, copy.size))
-        return chunk(copy, begin)
+        return chunk(copy, begin, size)
 
     def keep(replica: Any, **options: Any) -> Any:
         snapshot = take(replica, **options)

@@ -15,6 +15,7 @@ import torch
 
 from decent_dp.replica import state_server as state_server_module
 from decent_dp.replica import transfer as transfer_module
+from decent_dp.replica.host_copies import HostMemory
 from decent_dp.replica.state_server import StateServer
 from decent_dp.replica.transfer import (
     Donor,
@@ -107,7 +108,7 @@ def test_a_state_arrives_as_it_was_given():
 @pytest.mark.parametrize("chunk", [1, 5, 2**17])
 def test_a_transfer_continues_wherever_it_stops(monkeypatch, chunk):
     """In the header, in a tensor, between tensors. No byte is given twice."""
-    monkeypatch.setattr(transfer_module, "_CHUNK", chunk)
+    monkeypatch.setattr(transfer_module, "_CHUNKS", (chunk, chunk))
     size = StateCopy(*encode(TREE)).size
     for most in range(0, -(-size // chunk) + 1, 1 if chunk > 1 else 17):
         copy, partial = StateCopy(*encode(TREE)), PartialState()
@@ -122,7 +123,7 @@ def test_a_transfer_continues_wherever_it_stops(monkeypatch, chunk):
 
 
 def test_a_transfer_continues_again_and_again(monkeypatch):
-    monkeypatch.setattr(transfer_module, "_CHUNK", 100)
+    monkeypatch.setattr(transfer_module, "_CHUNKS", (100, 100))
     values = torch.randint(0, 256, (4, 997), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
     copy, partial, draw = StateCopy(*encode({"w": list(values)})), PartialState(), random.Random(7)
     while partial.filled < copy.size - 500:
@@ -134,7 +135,7 @@ def test_a_transfer_continues_again_and_again(monkeypatch):
 
 
 def test_a_few_chunks_are_asked_for_ahead(monkeypatch):
-    monkeypatch.setattr(transfer_module, "_CHUNK", 100)
+    monkeypatch.setattr(transfer_module, "_CHUNKS", (100, 100))
     copy, asked = StateCopy(*encode({"w": torch.zeros(1000)})), list[int]()
     partial = PartialState()
     donor = donor_of(lambda r: (asked.append(r["from"]), copy.chunk(0) if r["from"] == 0 else None)[1], stuck=0.1)
@@ -145,7 +146,7 @@ def test_a_few_chunks_are_asked_for_ahead(monkeypatch):
 
 def test_another_copy_begins_anew(monkeypatch):
     """Also one of the same layout; and what was asked of the first one and comes later is left."""
-    monkeypatch.setattr(transfer_module, "_CHUNK", 20)
+    monkeypatch.setattr(transfer_module, "_CHUNKS", (20, 20))
     old, new = (StateCopy(*encode({"w": torch.full((9,), value)})) for value in (1.0, 2.0))
     partial = PartialState()
     pull_part(old, partial, 3)
@@ -162,7 +163,7 @@ def test_another_copy_begins_anew(monkeypatch):
 @pytest.mark.parametrize("number", [1, 2, 5])
 def test_a_chunk_that_is_damaged_is_asked_for_again(monkeypatch, number):
     """Wherever a bit of it is flipped. What was asked for ahead is not."""
-    monkeypatch.setattr(transfer_module, "_CHUNK", 30)
+    monkeypatch.setattr(transfer_module, "_CHUNKS", (30, 30))
     copy = StateCopy(*encode(TREE))
     places = range(0, copy.size, 30)
     for at in range(1, 31):
@@ -198,7 +199,7 @@ def test_no_bit_of_an_answer_can_be_another_one():
 
 
 def test_a_chunk_of_another_place_is_not_taken(monkeypatch):
-    monkeypatch.setattr(transfer_module, "_CHUNK", 30)
+    monkeypatch.setattr(transfer_module, "_CHUNKS", (30, 30))
     giver = Giver(StateCopy(*encode(TREE)))
     giver.change = lambda answer, number: giver.copy.chunk(60) if number == 2 else answer
     assert_is(giver.pull(PartialState()), TREE)
@@ -245,8 +246,12 @@ class Member:
             self.boundaries += 1
             self.server.reached_boundary()
 
+    def before_take(self) -> None:
+        return
+
     def take(self) -> Any:
         self.taken += 1
+        self.before_take()
         return {"parameters": {"w": torch.full((self.values,), float(self.boundaries) + self.value)}}
 
     def stop(self) -> None:
@@ -256,7 +261,7 @@ class Member:
     def ask(self, asker: int, **request: Any) -> dict[str, Any]:
         return unpack_message(self.server.answer(asker, 1, pack_message(request)))[0]
 
-    def get(self, partial: PartialState, asker: int = 2, most: float = float("inf")) -> Any:
+    def get(self, partial: PartialState, asker: int = 2, most: float = float("inf"), seconds: float = 5.0) -> Any:
         """``most``: answers, and then it is gone."""
         count = [0]
 
@@ -265,7 +270,7 @@ class Member:
             count[0] += "wait" not in unpack_message(found)[0]
             return found if count[0] <= most else GONE
 
-        return pull(donor_of(answer), partial, 5)["snapshot"]["parameters"]["w"]
+        return pull(donor_of(answer), partial, seconds)["snapshot"]["parameters"]["w"]
 
     def get_part(self, partial: PartialState, asker: int = 2, most: int = 2) -> None:
         with pytest.raises(ConnectionError, match="it is gone"):
@@ -286,7 +291,7 @@ def member(monkeypatch) -> Iterator[Callable[..., Member]]:
         return next(m for m in members if m.server._replica is replica).take()
 
     monkeypatch.setattr(state_server_module, "take", take)
-    monkeypatch.setattr(transfer_module, "_CHUNK", 1000)
+    monkeypatch.setattr(transfer_module, "_CHUNKS", (1000, 1000))
     yield make
     for one in members:
         one.stop()
@@ -407,6 +412,54 @@ def test_not_more_than_a_few_copies_are_kept(member, monkeypatch):
         found = donor.get(partial, asker)
         assert bool((found == found[0]).all())
     assert donor.taken == 2
+
+
+def test_who_asks_while_the_copy_is_made_gets_that_one(member):
+    donor, begins, ends = member(), threading.Event(), threading.Event()
+    donor.before_take = lambda: (begins.set(), ends.wait(10))
+    donor.ask(2, want="state", copy=None, **{"from": 0})
+    assert begins.wait(10)
+    for asker in (2, 3):
+        assert "wait" in donor.ask(asker, want="state", copy=None, **{"from": 0})
+    ends.set()
+    for asker in (2, 3):
+        donor.get(PartialState(), asker)
+    assert (donor.taken, donor.server._copies) == (1, {})
+
+
+def test_training_goes_on_while_the_memory_for_a_large_copy_is_made(member, monkeypatch):
+    """One that asks waits for longer than for another one, meanwhile."""
+    monkeypatch.setattr(state_server_module, "_LARGE", 0)
+    monkeypatch.setattr(transfer_module, "_SLOWEST_COPY", 200)  # 4,000 bytes: 20 s
+    donor, made, reserve = member(), threading.Event(), HostMemory.reserve
+
+    def slow(memory: HostMemory, sizes: Any) -> None:
+        assert made.wait(10)
+        reserve(memory, sizes)
+
+    monkeypatch.setattr(HostMemory, "reserve", slow)
+    donor.ask(2, want="state", copy=None, **{"from": 0})
+    until(lambda: donor.taken == 1)
+    boundaries = donor.boundaries
+    threading.Timer(1.0, made.set).start()
+    found = donor.get(PartialState(), seconds=0.1)
+    assert donor.boundaries > boundaries + 20
+    assert float(found[0]) > boundaries + 20, "it is the state at the boundary at which it was copied"
+    assert donor.taken == 2
+
+
+def test_a_copy_without_memory_is_refused(member, monkeypatch):
+    monkeypatch.setattr(state_server_module, "_LARGE", 0)
+
+    def fail(memory: HostMemory, sizes: Any) -> None:
+        raise MemoryError("4000 bytes")
+
+    monkeypatch.setattr(HostMemory, "reserve", fail)
+    donor = member()
+    with pytest.raises(ConnectionError, match="4000 bytes"):
+        donor.get(PartialState())
+    boundaries = donor.boundaries
+    until(lambda: donor.boundaries > boundaries + 5)
 
 
 def test_a_replica_that_is_not_finite_is_not_given(member):

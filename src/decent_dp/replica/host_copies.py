@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ __all__ = ["HostMemory", "Staged"]
 
 # Bytes: every copy begins at a multiple of them, as any dtype needs, and on a cache line of its own.
 _ALIGNMENT = 64
+# Bytes of the system's smallest pages.
+_PAGE = 4096
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,17 @@ class HostMemory:
         self._layout: list[Any] = []
         self._views: dict[str, Tensor] = {}
 
+    @staticmethod
+    def sizes(tensors: Mapping[str, Tensor]) -> dict[bool, int]:
+        """The bytes that copies of ``tensors`` need: in page-locked memory (True), and in other."""
+        return {pinned: _places(_of_kind(tensors, pinned))[1] for pinned in (False, True)}
+
+    def reserve(self, sizes: Mapping[bool, int]) -> None:
+        """Has the system provide memory of these ``sizes`` now; any thread may call it before the first ``copy``."""
+        for pinned, size in sizes.items():
+            self._memory[pinned] = memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned and size > 0)
+            memory.numpy()[::_PAGE] = 0  # NumPy lets other threads of Python run meanwhile
+
     def copy(self, tensors: Mapping[str, Tensor]) -> Staged:
         """Copies ``tensors`` (dense, of any dtype, strides and device; they may overlap).
 
@@ -57,7 +71,7 @@ class HostMemory:
         if layout != self._layout:
             self._layout, self._views = [], {}
             for pinned in (False, True):
-                self._views |= self._views_for({key: t for key, t in tensors.items() if t.is_cuda is pinned}, pinned)
+                self._views |= self._views_for(_of_kind(tensors, pinned), pinned)
             self._layout = layout
         groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
         for key, tensor in tensors.items():
@@ -77,10 +91,7 @@ class HostMemory:
 
     def _views_for(self, tensors: Mapping[str, Tensor], pinned: bool) -> dict[str, Tensor]:
         """One view for each, one behind the other in one buffer."""
-        starts, end = [], 0
-        for tensor in tensors.values():
-            starts.append(end)
-            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        starts, end = _places(tensors)
         memory = self._memory.pop(pinned, None)
         if memory is None or len(memory) < end:
             del memory  # before the larger one is made: they need not both exist
@@ -90,3 +101,14 @@ class HostMemory:
             key: memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for (key, tensor), start in zip(tensors.items(), starts, strict=True)
         }
+
+
+def _of_kind(tensors: Mapping[str, Tensor], pinned: bool) -> dict[str, Tensor]:
+    return {key: tensor for key, tensor in tensors.items() if tensor.is_cuda is pinned}
+
+
+def _places(tensors: Mapping[str, Tensor]) -> tuple[list[int], int]:
+    """Where the copy of each begins, and the last one ends."""
+    ends = itertools.accumulate((-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in tensors.values()), initial=0)
+    *starts, end = ends
+    return starts, end

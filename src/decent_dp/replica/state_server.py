@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -16,6 +17,7 @@ from decent_dp.replica.replica import Listener, Replica
 from decent_dp.replica.snapshot import take
 from decent_dp.replica.transfer import StateCopy, pack_message, unpack_message
 from decent_dp.serialization import encode
+from decent_dp.transport.waiter import start_thread
 
 __all__ = ["StateServer"]
 
@@ -27,6 +29,9 @@ _MOST_COPIES = 2
 _FRESH = 60.0
 # How long a copy is kept for one that asks no more, in ``dead_after``: a joiner without a network gives up after 30 s.
 _KEPT = 3.0
+# Bytes of a state from which on the memory for its copy is made first, while training goes on: the system provides new memory
+# slower than it copies.
+_LARGE = 2**26
 # Seconds after which one that has wanted a seat, and asks no more, has ended.
 _ENDED = 3.0
 
@@ -54,6 +59,21 @@ class _Kept:
     is_finite: bool | None = None
 
 
+@dataclass
+class _Coming:
+    """A copy that is to be made.
+
+    Attributes:
+        asked: when each that waits for it has asked last.
+        memory: for it; None: nobody makes it yet.
+        size: bytes of it, once that is known.
+    """
+
+    asked: dict[Asker, float]
+    memory: Future[HostMemory] | None = None
+    size: int = 0
+
+
 class StateServer(Listener):
     """Answers the requests of joiners, and of members that heal, in one thread (``answer``); takes copies between rounds.
 
@@ -62,9 +82,9 @@ class StateServer(Listener):
 
     def __init__(self, replica: Replica, monitor: MembershipMonitor) -> None:
         self._replica, self._monitor = replica, monitor
-        # All are changed under the lock: those that wait for a copy from the next boundary, and why there is none for them;
-        # copies by name; the seats that are wanted, and when they were last asked for.
-        self._wanted: dict[Asker, float] = {}
+        # All are changed under the lock: the next copy, if one is wanted, and why there is none for some; copies by name; the
+        # seats that are wanted, and when they were last asked for.
+        self._coming: _Coming | None = None
         self._refusals: dict[Asker, str] = {}
         self._copies: dict[str, _Kept] = {}
         self._seats: dict[Asker, tuple[Seats, float]] = {}
@@ -74,23 +94,26 @@ class StateServer(Listener):
     # -- in the training thread ---------------------------------------------------------------------------------------
 
     def reached_boundary(self) -> None:
-        if not (self._wanted or self._copies or self._seats):
+        if not (self._coming or self._copies or self._seats):
             return
         with self._lock:
-            wanted, self._wanted = self._wanted, {}
             self._drop_old()
-        if not wanted:
+            coming = self._coming
+        if coming is None or (coming.memory is not None and not coming.memory.done()):
             return
         try:
-            kept = self._take(wanted)
+            kept = self._take(coming)
         except Exception as error:  # training continues
             with self._lock:
-                self._refusals.update(dict.fromkeys(wanted, str(error)))
+                self._refusals.update(dict.fromkeys(coming.asked, str(error)))
+                self._coming = None
         else:
-            with self._lock:
-                self._copies[kept.copy.name] = kept
+            if kept is not None:
+                with self._lock:
+                    self._copies[kept.copy.name], self._coming = kept, None
 
-    def _take(self, wanted: dict[Asker, float]) -> _Kept:
+    def _take(self, coming: _Coming) -> _Kept | None:
+        """None: the memory for it is made first, by a thread of its own."""
         if not self._replica.engine.exchanges and len(self._monitor.members) > 1:
             raise RuntimeError("this worker has not mixed yet")
         # What is in flight, and what edges have learned, is between this worker and others.
@@ -98,12 +121,20 @@ class StateServer(Listener):
         bucket, epochs = self._replica.engine.first_bucket, self._monitor.epochs
         known = None if epochs is None else epochs.known
         text, tensors = encode({"first_bucket": bucket, "epoch": known, "snapshot": snapshot})
-        staged = HostMemory().copy(tensors)
-        return _Kept(StateCopy(text, staged.tensors), staged, time.monotonic(), bucket, wanted)
+        if coming.memory is None:
+            sizes = HostMemory.sizes(tensors)
+            coming.memory, coming.size = Future(), sum(sizes.values())
+            make = functools.partial(_make_memory, sizes, coming.memory)
+            if coming.size < _LARGE or not start_thread(make, "decent_dp-memory", coming.memory.set_exception):
+                coming.memory.set_result(HostMemory())
+            else:
+                return None
+        staged = coming.memory.result().copy(tensors)
+        return _Kept(StateCopy(text, staged.tensors), staged, time.monotonic(), bucket, coming.asked)
 
     def closing(self) -> None:
         with self._lock:
-            self._wanted, self._copies, self._has_ended = {}, {}, True
+            self._coming, self._copies, self._has_ended = None, {}, True
 
     # -- in the thread that answers -----------------------------------------------------------------------------------
 
@@ -112,13 +143,13 @@ class StateServer(Listener):
         try:
             head, _ = unpack_message(request)
             if head["want"] == "state":
-                return self._give_chunk((rank, incarnation), str(head["copy"]), head["from"])
+                return self._give_chunk((rank, incarnation), str(head["copy"]), head["from"], head.get("bytes", 0))
             return self._give_seat((rank, incarnation), head["for"])
         except (RuntimeError, LookupError, TypeError, ValueError, ConnectionError) as error:
             return pack_message({"refused": str(error)})
 
-    def _give_chunk(self, asker: Asker, name: str, begin: Any) -> bytes:
-        """The bytes from ``begin`` on of the copy ``name``; or the first ones of another copy."""
+    def _give_chunk(self, asker: Asker, name: str, begin: Any, count: Any) -> bytes:
+        """About ``count`` bytes from ``begin`` on of the copy ``name``; or the first ones of another copy."""
         now = time.monotonic()
         with self._lock:
             self._drop_old()
@@ -130,8 +161,9 @@ class StateServer(Listener):
                     raise RuntimeError("this worker has ended")
                 if self._monitor.neighbours.is_paused:  # there is no boundary in a call of all, or while it heals
                     raise RuntimeError("it waits for others")
-                self._wanted[asker] = now
-                return pack_message({"wait": "it is in a step"})
+                self._coming = self._coming or _Coming({})
+                self._coming.asked[asker] = now
+                return pack_message({"wait": "it is in a step", "copies": self._coming.size})
             kept.asked[asker] = now
         self._check(kept)
         size = kept.copy.size
@@ -139,11 +171,13 @@ class StateServer(Listener):
             begin = 0
         elif type(begin) is not int or not 0 <= begin <= size:
             raise ValueError(f"from must be an int from 0 to {size}, the bytes of the copy, got {begin!r}")
+        if type(count) is not int:
+            raise ValueError(f"bytes must be an int, got {count!r}")
         if begin == size:  # it has all of it
             with self._lock:
                 kept.asked.pop(asker, None)
                 self._drop_old()
-        return kept.copy.chunk(begin)
+        return kept.copy.chunk(begin, count)
 
     def _check(self, kept: _Kept) -> None:
         """Waits until the copy is on the CPU. Raises RuntimeError if it is not finite."""
@@ -175,6 +209,8 @@ class StateServer(Listener):
         self._copies = {
             name: kept for name, kept in self._copies.items() if any(now - at < seconds for at in kept.asked.values())
         }
+        if self._coming is not None and all(now - at >= seconds for at in self._coming.asked.values()):
+            self._coming = None
         for asker in [asker for asker, (_, at) in self._seats.items() if now - at > _ENDED]:
             seats, _ = self._seats.pop(asker)
             if self._monitor.epochs is not None:
@@ -209,3 +245,9 @@ class StateServer(Listener):
         counts = {"calls": replica.world.control.calls, "joins": replica.joins, "contexts": replica.cadence.contexts}
         answer = {"epoch": epoch.number, "text": epoch.text, "first_bucket": replica.engine.first_bucket}
         return pack_message(answer | counts)
+
+
+def _make_memory(sizes: dict[bool, int], future: Future[HostMemory]) -> None:
+    memory = HostMemory()
+    memory.reserve(sizes)
+    future.set_result(memory)

@@ -27,8 +27,10 @@ from decent_dp.serialization import decode, read_json
 
 __all__ = ["Donor", "NotYetError", "PartialState", "StateCopy", "pack_message", "pull", "unpack_message"]
 
-# Bytes of a chunk: exchanges over the same link wait behind it.
-_CHUNK = 2**17
+# Bytes of the smallest and of the largest chunk (a message of the wire has at most 1 MiB), and the seconds that one should
+# take: exchanges over the same link wait behind it.
+_CHUNKS = (2**17, 2**20 - 2**12)
+_SECONDS = 0.01
 # Chunks that are asked for and have not come: while one is on its way the donor reads the next ones.
 _AHEAD = 4
 # Damaged chunks in a row from which on the link, or the donor, is to blame.
@@ -37,6 +39,8 @@ _MOST_DAMAGED = 8
 _LARGEST_HEADER = 2**30
 # Seconds between two requests to a donor that needs more time.
 _PAUSE = 0.1
+# Bytes per second that a donor copies at least.
+_SLOWEST_COPY = 2**26
 
 
 class NotYetError(TimeoutError):
@@ -80,15 +84,15 @@ class StateCopy:
         self._begins = list(itertools.accumulate(map(len, self._parts), initial=0))
         self.size = self._begins[-1]
 
-    def chunk(self, begin: int) -> bytes:
-        """The answer to a request for the bytes from ``begin`` on."""
-        data, end = bytearray(), min(begin + _CHUNK, self.size)
-        part = bisect.bisect_right(self._begins, begin) - 1
-        while (at := begin + len(data)) < end:
-            data += self._parts[part][at - self._begins[part] : end - self._begins[part]]
-            part += 1
+    def chunk(self, begin: int, size: int = 0) -> bytes:
+        """The answer to a request for ``size`` bytes from ``begin`` on, or as many as a chunk has."""
+        end, parts = min(begin + _within(size), self.size), list[memoryview]()
+        at, part = begin, bisect.bisect_right(self._begins, begin) - 1
+        while at < end:
+            parts.append(self._parts[part][at - self._begins[part] : end - self._begins[part]])
+            at, part = at + len(parts[-1]), part + 1
         place = [self.name, self.size, len(self._parts[0]), begin]
-        return pack_message({"place": place, "sha256": _digest(place, data)}, bytes(data))
+        return b"".join((pack_message({"place": place, "sha256": _digest(place, *parts)}), *parts))
 
 
 class PartialState:
@@ -203,15 +207,16 @@ class Donor:
         """The answer, once the worker has it.
 
         Raises:
-            NotYetError: it has none within so many seconds.
+            NotYetError: it has none within so many seconds, and those in which it copies its state.
             ConnectionError, TimeoutError: as of ``wait``.
         """
-        deadline = time.monotonic() + seconds
+        began = time.monotonic()
         while True:
             head, data = self.wait(self.ask(request))
             if "wait" not in head:
                 return head, data
-            if time.monotonic() > deadline:
+            copies = head.get("copies", 0)
+            if time.monotonic() > began + seconds + (copies / _SLOWEST_COPY if type(copies) is int else 0):
                 raise NotYetError(f"it has not answered within {seconds:g} s: {str(head['wait'])[:200]}")
             time.sleep(_PAUSE)
 
@@ -229,14 +234,19 @@ def pull(donor: Donor, partial: PartialState, seconds: float) -> Any:
         CheckpointError: it is no tree.
     """
 
-    def request(begin: int) -> dict[str, Any]:
-        return {"want": "state", "copy": partial.name, "from": begin}
+    def request(begin: int, end: int = 0) -> dict[str, Any]:
+        return {"want": "state", "copy": partial.name, "from": begin, "bytes": end - begin}
 
-    # The answers to come, of the chunks from ``partial.filled`` on.
-    asked: deque[Future[bytes]] = deque()
+    # The ends of the chunks from ``partial.filled`` on that were asked for, and the answers to come.
+    asked: deque[tuple[int, Future[bytes]]] = deque()
     damaged, before = 0, time.monotonic()
     while partial.name is None or partial.filled < partial.size:
-        head, data = donor.wait(asked.popleft()) if asked else donor.get(request(partial.filled), seconds)
+        if asked:
+            end, answer = asked.popleft()
+            head, data = donor.wait(answer)
+        else:
+            end = partial.filled + _within(0)
+            head, data = donor.get(request(partial.filled, end), seconds)
         if "wait" in head:  # it does not know the copy any more
             asked.clear()
             continue
@@ -257,16 +267,23 @@ def pull(donor: Donor, partial: PartialState, seconds: float) -> Any:
             damaged += 1
             if damaged > _MOST_DAMAGED:
                 raise ConnectionError("the state is damaged on the way: the SHA-256 of a chunk is wrong")
-            asked.appendleft(donor.ask(request(partial.filled)))
-        while len(asked) < _AHEAD and (following := partial.filled + len(asked) * _CHUNK) < partial.size:
-            asked.append(donor.ask(request(following)))
+            asked.appendleft((end, donor.ask(request(partial.filled, end))))
+        while len(asked) < _AHEAD and (begin := asked[-1][0] if asked else partial.filled) < partial.size:
+            end = begin + _within(int(_SECONDS * partial.filled / max(partial.seconds, 1e-9)))
+            asked.append((end, donor.ask(request(begin, end))))
     donor.ask(request(partial.size))  # all of it has come: the donor may drop its copy
     return partial.take()
 
 
-def _digest(place: list[Any], data: bytearray | memoryview) -> str:
+def _within(size: int) -> int:
+    """The bytes of the chunk that has about so many."""
+    return min(max(size, _CHUNKS[0]), _CHUNKS[1])
+
+
+def _digest(place: list[Any], *parts: memoryview) -> str:
     digest = hashlib.sha256(json.dumps(place).encode())
-    digest.update(data)
+    for part in parts:
+        digest.update(part)
     return digest.hexdigest()
 
 
