@@ -127,6 +127,30 @@ def test_a_store_whose_process_is_stopped_is_waited_for_no_longer_than_the_limit
             server.kill()
 
 
+ENDS_IN_A_CALL = """
+import threading
+import time
+import torch.distributed as dist
+from decent_dp.transport.store import StoreClient
+server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+client, begun = StoreClient(server, "here"), threading.Event()
+def ask(store):
+    begun.set()
+    for _ in range(3000):
+        store.check(["a"])
+threading.Thread(target=client.run, args=(ask,), daemon=True).start()
+begun.wait()
+client.close()
+"""
+
+
+def test_a_process_may_end_while_the_store_is_asked():
+    """Else torch's call comes back in an interpreter that is gone, and the process aborts."""
+    for _ in range(3):
+        ended = subprocess.run([sys.executable, "-c", ENDS_IN_A_CALL], capture_output=True, text=True, timeout=60, check=False)
+        assert (ended.returncode, ended.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(("own", "other"), [(1, 0), (0, 1)])
 def test_the_address_of_a_process_is_looked_up_for_no_longer_than_the_limit(own, other):
     """Where one of two has joined later."""

@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 # The beginning of all keys of this library in a store.
 ROOT = "decent_dp"
-# Seconds for a connection of a client.
+# Seconds for a connection of a client, and for a call at the end.
 _SECONDS = 2.0
 # Seconds for an answer of a store that may hang.
 _LIMIT = 5.0
@@ -155,7 +155,8 @@ class StoreCalls:
         self._thread.start()
 
     def close(self) -> None:
-        self._thread.close()
+        """Waits for a call that is being made, but not for one that hangs."""
+        self._thread.close(wait=0.0 if self.hangs else _SECONDS)
 
     @property
     def hangs(self) -> bool:

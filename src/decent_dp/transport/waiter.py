@@ -75,11 +75,16 @@ class Waiter:
         self._jobs.put((job, future))
         return future
 
-    def close(self) -> None:
-        """Ends the thread after the jobs that were submitted."""
+    def close(self, wait: float = 0.0) -> None:
+        """Ends the thread after the jobs that were submitted, for which it waits up to ``wait`` seconds.
+
+        A thread that comes back from a call in C++ while the interpreter exits is ended there, which aborts the process.
+        """
         self._closed = True
         if self._thread is not None:
             self._jobs.put(None)
+            if wait and self._thread is not threading.current_thread():
+                self._thread.join(wait)
 
     def _run(self) -> None:
         while (item := self._jobs.get()) is not None:
