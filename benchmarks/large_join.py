@@ -40,7 +40,7 @@ def received() -> int:
 
 
 def new_memory() -> float:
-    """Bytes per second that the system provides of new memory: a copy of a state is made in it, and another one comes into it."""
+    """Bytes per second that the system provides of new memory: the state is copied into it, and comes into it."""
     began = time.monotonic()
     torch.empty(2**30, dtype=torch.uint8).fill_(1)
     return 2**30 / (time.monotonic() - began)
