@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import decent_dp
+from decent_dp.errors import PeerLostError
 from decent_dp.optim import GossipAdamW
 from decent_dp.replica.nodes import agree_on_nodes
 from decent_dp.rules import DriftCorrection, OuterNesterov
@@ -485,6 +486,24 @@ def test_parameters_of_several_dtypes(workers):
 @pytest.mark.parametrize("bucket", [25, 0])
 def test_hooks_of_the_users_see_the_gradients_before_they_are_averaged(workers, bucket):
     assert workers(2, masks, bucket) == [[0.0] * 3] * 2
+
+
+def loses_a_mate(rank: int, n: int) -> str:
+    run = OfNode(Case(), 2)
+    step(run, 0)
+    if rank == 1:
+        raise ValueError("no more data")
+    with pytest.raises(PeerLostError) as lost:
+        for t in range(1, 30):
+            step(run, t)
+    return str(lost.value)
+
+
+def test_a_worker_whose_mate_has_ended_says_which(workers):
+    """Where faults are not tolerated."""
+    outcomes = workers.outcomes(4, loses_a_mate)
+    assert [outcome.error for outcome in outcomes] == ["", "ValueError", "", ""], outcomes
+    assert outcomes[0].value.startswith("worker 1 is gone, and "), outcomes[0]
 
 
 def timeouts(rank: int, n: int) -> float:

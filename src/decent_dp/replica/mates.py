@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
 from decent_dp.membership import Members, MembershipMonitor
@@ -127,6 +128,9 @@ class Mates:
             yield
         except RuntimeError as error:
             is_own = type(error).__module__ == PeerLostError.__module__  # says what has happened
+            if self._monitor is None and not is_own and len(self._ranks) > 1 and _is_of_network(error):
+                others = [rank for rank in self._ranks if rank != self._transport.rank]
+                raise self._transport.explain(error, others, "a collective of its replica") from error
             deadline = time.monotonic() + (0.0 if is_own or self._monitor is None else _EXPLAINED)
             while time.monotonic() < deadline and self._look(failed=True):
                 time.sleep(_LOOK / 10)
@@ -244,3 +248,8 @@ def _looks_of(mates: Mates) -> Callable[[], None]:
             del mates
 
     return look
+
+
+def _is_of_network(error: RuntimeError) -> bool:
+    """Whether torch has raised it for a lost or silent worker. gloo's errors have no class of their own."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)

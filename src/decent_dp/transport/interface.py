@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from decent_dp.compression import Compression, MessageId
-from decent_dp.errors import PeerLostError
+from decent_dp.errors import PeerError, PeerLostError
 from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
 from decent_dp.transport.agreement import NO_ROUND
@@ -211,6 +211,10 @@ class Transport(ABC):
     @abstractmethod
     def explain_absent(self, ranks: Sequence[int], what: str) -> PeerLostError:
         """The error for workers that are gone, and were needed for ``what``."""
+
+    def explain(self, error: Exception, ranks: Sequence[int], what: object) -> PeerError:
+        """The error for ``error``, as a communicator with the workers ``ranks`` has raised it in ``what``."""
+        return self.explain_absent(ranks, str(what))
 
     def agree(
         self,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from zmq import ZMQError
 
 from decent_dp.compression import Compression, Lossless
-from decent_dp.errors import PeerLostError
+from decent_dp.errors import PeerError, PeerLostError
 from decent_dp.faults import Tolerate, default_dead_after, most_workers
 from decent_dp.topo import Edge
 from decent_dp.transport.addresses import find, listen
@@ -31,7 +31,6 @@ from decent_dp.transport.peer_errors import Notes, peer_error
 from decent_dp.transport.peers import Peers
 from decent_dp.transport.rendezvous import Communicator, Rendezvous, timeout_of
 from decent_dp.transport.sockets import Socket, Sockets
-from decent_dp.transport.votes import ExchangeId
 from decent_dp.transport.waiter import Waiter
 from decent_dp.transport.wire import Wire
 from decent_dp.transport.wire_exchanges import WireExchanges
@@ -224,7 +223,7 @@ class ProcessGroupTransport(Transport):
         )
         self._known = WireNeighbours(self._wire, shared.rank, sockets.dead_after, self.timeout)
         self._control = self._collectives("start", _START)
-        self._exchanges = WireExchanges(self._wire, shared.rank, shared.node_of, self._waiter, self.timeout, self._explain)
+        self._exchanges = WireExchanges(self._wire, shared.rank, shared.node_of, self._waiter, self.timeout, self.explain)
 
     def _gather_at_start(self, text: str) -> dict[int, str]:
         """The texts of all workers, before they are connected."""
@@ -343,8 +342,8 @@ class ProcessGroupTransport(Transport):
         over_nccl = self.carrier(on_gpus=request.sent.is_cuda) == "NCCL"
         if over_nccl and _is_plain(type(request.compression), group):
             if group:
-                return AllReduceGroups(self._communicator(f"nccl/{ranks}", ranks), self.rank, self._explain)
-            return NcclPairs(self._communicator("nccl", range(self.world_size)), self.rank, self._explain)
+                return AllReduceGroups(self._communicator(f"nccl/{ranks}", ranks), self.rank, self.explain)
+            return NcclPairs(self._communicator("nccl", range(self.world_size)), self.rank, self.explain)
         return self._exchanges
 
     def carrier(self, *, on_gpus: bool) -> str:
@@ -365,8 +364,8 @@ class ProcessGroupTransport(Transport):
                 raise peer_error(error, others, "a communicator", self._notes, timeout) from error
         return self._communicators[name]
 
-    def _explain(self, error: Exception, ranks: list[int], exchange_id: ExchangeId) -> RuntimeError:
-        return peer_error(error, ranks, str(exchange_id), self._notes, timedelta(seconds=self.timeout))
+    def explain(self, error: Exception, ranks: Sequence[int], what: object) -> PeerError:
+        return peer_error(error, ranks, str(what), self._notes, timedelta(seconds=self.timeout))
 
 
 class NewcomerTransport(ProcessGroupTransport):
