@@ -9,6 +9,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -469,6 +470,7 @@ def test_parameters_that_do_not_fit_are_named(tmp_path):
         ({"snapshot": [], "state": {}}, "its tree is not the state of a worker"),
         ([1], "its tree is not the state of a worker"),
         ({"snapshot": {"parameters": {}}, "state": {}}, "its tree is not the state of a worker"),
+        *((state(parameters={"w": torch.ones(2)}, weight=w), "its tree is not the state of a worker") for w in (0.0, "2", inf)),
     ]:
         with saved(tmp_path, [good, bad]) as readers, pytest.raises(CheckpointError, match="worker-0001") as caught:
             combined(readers)

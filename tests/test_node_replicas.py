@@ -305,7 +305,7 @@ def test_what_is_a_replica(workers):
     assert next(texts) == each
     assert "with DriftCorrection, GossipAdamW needs the drift of whole parameters" in next(texts)
     assert next(texts) == nodes
-    assert "was given to worker 0, and not to worker 2" in next(texts)
+    assert "worker 0 can be of a node, and worker 2 cannot" in next(texts)
 
 
 class Branches(nn.Module):
@@ -493,10 +493,12 @@ def loses_a_mate(rank: int, n: int) -> str:
     step(run, 0)
     if rank == 1:
         raise ValueError("no more data")
-    with pytest.raises(PeerLostError) as lost:
+    try:
         for t in range(1, 30):
             step(run, t)
-    return str(lost.value)
+    except PeerLostError as error:
+        return str(error)
+    return ""
 
 
 def test_a_worker_whose_mate_has_ended_says_which(workers):

@@ -72,7 +72,7 @@ class Part:
         options = {"faults": decent_dp.Tolerate(dead_after=DEAD_AFTER), **options}
         if self.joins:
             hear("dead")
-            self.rank = joining_as[self.position]
+            self.rank = joining_as[rank - N]
             options["transport"] = decent_dp.join(the_store(), rank=self.rank)
         if kind == "node" or not self.joins:
             options["process_group"] = groups[self.joins]
@@ -455,3 +455,41 @@ def test_a_run_grows_by_a_whole_replica(workers):
         assert begins_with in (256.0, 512.0, 1024.0)
         assert updates > 20
     assert found[N][:2] == found[N + 1][:2]
+
+
+def grows_by_two_nodes(rank: int, n: int) -> Any:
+    """Two nodes come, whose processes were started together. One that has not what the run has is refused before."""
+    refused = []
+    for wrong in ({"replica": "worker"}, {"inner": True}) if rank >= N else ():
+        hear("dead")
+        refused.append(refusal_of(rank, wrong))
+    part = Part(rank, n, "node", faults=decent_dp.Tolerate(dead_after=DEAD_AFTER, max_workers=n), joining_as=range(N, n))
+    if rank == 0:
+        say("dead")
+    part.train(lambda: part.gossip.roster.size == REPLICAS + 2 and part.gossip.stats().rounds >= part.gossip.roster.start + 20)
+    return refused, part.gossip.replicas.workers_of(part.number), part.end()
+
+
+def refusal_of(rank: int, wrong: dict[str, Any]) -> str:
+    from torch.nn.parallel import DistributedDataParallel
+
+    model: nn.Module = Odd(0)
+    options = {"replica": "node", "local_world_size": SHARDS, "transport": decent_dp.join(the_store(), rank=rank), **wrong}
+    if options.pop("inner", False):
+        own = [6, 7] if rank < 8 else [8, 9]
+        group = dist.new_group(own, use_local_synchronization=True)
+        model = DistributedDataParallel(model, process_group=group)
+    with pytest.raises(ValueError, match="run") as caught:
+        decent_dp.gossip(model, torch.optim.SGD(model.parameters()), faults=decent_dp.Tolerate(max_workers=10), **options)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_run_grows_by_nodes_that_are_started_together(workers):
+    found = workers(N + 2 * SHARDS, grows_by_two_nodes)
+    for rank, (refused, workers_of, mean) in enumerate(found):
+        assert_same(mean, found[0][-1])
+        assert workers_of == (rank // 2 * 2, rank // 2 * 2 + 1)
+        if rank >= N:
+            assert "a replica of this run has 2 workers, and this process would be one of 1" in refused[0]
+            assert "pass the model without it" in refused[1]

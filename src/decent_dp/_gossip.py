@@ -53,6 +53,7 @@ from decent_dp.rules import Rule
 from decent_dp.rules.rule import check_rule
 from decent_dp.topo import Topology
 from decent_dp.transport import (
+    NewcomerTransport,
     NodeGroup,
     Replicas,
     Transport,
@@ -132,7 +133,7 @@ def gossip(
         on_node = workers_per_node("local_world_size", local_world_size)
         check_transport(transport)
         optimizers.extend(_checked(model, optimizer))
-        why = why_no_node(model, optimizers, rule)
+        why = why_no_node(model, optimizers, rule, opened)
         mesh = describe_mesh(model) or describe_node(replica, topology, opened, on_node, ranks_in(inner, process_group), why)
         return Arguments(
             Settings(bucket_size_in_mb, bool(overlap), check_scaler(scaler) is not None, compression, mix_every),
@@ -148,7 +149,7 @@ def gossip(
         )
 
     def make(agreed: Agreement) -> Gossip:
-        shares = _shares_of(model, agreed.replicas, opened.rank, process_group, inner)
+        shares = _shares_of(model, agreed.replicas, opened, process_group, inner)
         return Gossip(model, opened, dataclasses.replace(agreed, shares=shares), optimizers, check_scaler(scaler))
 
     return start_replica(model, opened, owned, check, make)
@@ -162,13 +163,14 @@ def _checked(model: nn.Module, optimizer: Any) -> list[Optimizer]:
     return check_optimizers(optimizer, model)
 
 
-def _shares_of(model: nn.Module, replicas: Replicas, rank: int, process_group: Any, inner: Any) -> Shares | None:
+def _shares_of(model: nn.Module, replicas: Replicas, opened: Transport, process_group: Any, inner: Any) -> Shares | None:
     """The shares of the workers of this one's node, if that is a replica. ``inner``: their group, if they have one."""
-    number, position = replicas.place_of(rank)
+    number, position = replicas.place_of(opened.rank)
     if replicas.shards == 1 or mesh_of(model) is not None:
         return None
     ranks = replicas.workers_of(number)
-    group = NodeGroup(ranks, process_group if inner is None else inner, averages=inner is not None)
+    joins_as = opened.rank if isinstance(opened, NewcomerTransport) else None
+    group = NodeGroup(ranks, process_group if inner is None else inner, averages=inner is not None, joins_as=joins_as)
     return Shares(position, len(ranks), group)
 
 

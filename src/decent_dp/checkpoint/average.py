@@ -121,7 +121,7 @@ class AveragedReplica:
             if average[name].shape != own[name].shape:
                 raise ValueError(
                     f"'{name}' is {tuple(average[name].shape)} in the state and {tuple(own[name].shape)} in the model: it was "
-                    "saved from another model"
+                    "saved from another model, or by nodes of another number of workers, which have other parts"
                 )
         for name, tensor in own.items():
             tensor.copy_(average[name])

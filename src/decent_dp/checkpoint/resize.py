@@ -63,11 +63,13 @@ def state_of_worker(shard: Shard) -> Any:
     fits = isinstance(tree, dict) and tree.keys() <= {"snapshot", "random", "state"}
     fits = fits and all(isinstance(tree.get(key), dict) for key in ("snapshot", "state"))
     parts = ("parameters", "buffers", "optim", "grads")
-    if not fits or not all(isinstance(tree["snapshot"].get(key), dict) for key in parts):
+    fits = fits and all(isinstance(tree["snapshot"].get(key), dict) for key in parts)
+    weight = tree["snapshot"].get("weight", 1.0) if fits else None
+    if not isinstance(weight, (int, float)) or not 0.0 < weight < math.inf:
         raise CheckpointError(f"{shard.file} cannot be used: its tree is not the state of a worker")
     for stored in tree_leaves(tree["snapshot"]):
         if isinstance(stored, Stored):
-            stored.weight = tree["snapshot"].get("weight", 1.0)
+            stored.weight = weight
     return tree
 
 

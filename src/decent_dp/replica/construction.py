@@ -293,10 +293,10 @@ def _replicas_of_run(transport: NewcomerTransport, mesh: Mapping[str, Any] | Non
     is_node = mesh is not None and "of" in mesh
     shards = 1 if mesh is None else mesh["on_node"] if is_node else len(mesh["ranks"])
     if shards != replicas.shards:
-        how = f"there are {shards} on this node" if is_node else f"this model is sharded over {shards}"
+        how = f"there are {shards} on this node" if is_node else f"this process would be one of {shards}"
         raise ValueError(
             f"a replica of this run has {replicas.shards} workers, and {how}: start as many processes together"
-            f"{'' if is_node else ', and call fully_shard over all of them'}."
+            f"{'' if is_node else ', and call gossip() as in the run, with the same replica=, or fully_shard over them'}."
         )
     number, position = replicas.place_of(transport.rank)
     own = 0 if mesh is None else position if is_node else mesh["ranks"].index(mesh["rank"])

@@ -14,7 +14,7 @@ from decent_dp.replica.shared_statistics import sharing
 from decent_dp.rules import DriftCorrection, Rule
 from decent_dp.topo import Topology
 from decent_dp.topo.registry import counts_replicas
-from decent_dp.transport import InProcessTransport, Transport, network_stack
+from decent_dp.transport import InProcessTransport, NewcomerTransport, Transport, network_stack
 
 __all__ = ["agree_on_nodes", "describe_node", "why_no_node"]
 
@@ -41,6 +41,11 @@ def describe_node(
     if replica is not None:
         check_choice("replica", replica, ("worker", "node"))
     if len(inner) > 1:
+        if isinstance(transport, NewcomerTransport):
+            raise ValueError(
+                "the model is in DistributedDataParallel, and this process joins a run: pass the model without it. gossip() "
+                "averages the gradients of a node's workers itself."
+            )
         _check_inner(replica, inner, transport.world_size)
         return {"rank": transport.rank, "ranks": list(inner), "alone": True}
     if replica is None and why_not and transport.rank == 0 and 1 < on_node < transport.world_size:
@@ -56,8 +61,11 @@ def describe_node(
     return {"rank": transport.rank, "of": replica or "auto", "on_node": on_node, "host": network_stack()}
 
 
-def why_no_node(model: nn.Module, optimizers: Sequence[Optimizer], rule: Rule | None) -> str:
+def why_no_node(model: nn.Module, optimizers: Sequence[Optimizer], rule: Rule | None, transport: Transport) -> str:
     """Why the model cannot be trained with a node as a replica; '' if it can."""
+    cpu = next((name for name, param in model.named_parameters() if param.requires_grad and param.device.type == "cpu"), None)
+    if cpu is not None and transport.only_cuda:
+        return f"'{cpu}' is on the CPU, and NCCL, with which the workers of a node would average gradients, is for GPUs only"
     if isinstance(rule, DriftCorrection) and sharing(optimizers):
         kind = type(sharing(optimizers)[0]).__name__
         return f"with DriftCorrection, {kind} needs the drift of whole parameters, and each worker of a node has a part"
@@ -106,7 +114,10 @@ def _nodes_of(found: Sequence[Any], nodes: Sequence[dict[str, Any]]) -> tuple[li
     n = len(found)
     if len(nodes) < n:
         other = next(rank for rank, one in enumerate(found) if one is None or "of" not in one)
-        return [], f"was given to worker {nodes[0]['rank']}, and not to worker {other}: pass it to all, or to none."
+        return [], (
+            f"needs all workers: worker {nodes[0]['rank']} can be of a node, and worker {other} cannot. Pass the same "
+            "replica=, topology and model on all."
+        )
     sizes, hosts = [one["on_node"] for one in nodes], [one["host"] for one in nodes]
     other = next((rank for rank, size in enumerate(sizes) if size != sizes[0]), 0)
     if other or n % sizes[0]:

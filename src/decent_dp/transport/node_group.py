@@ -65,12 +65,15 @@ class NodeGroup:
         ranks: of these workers in the run, in ascending order.
         process_group: of all workers of the run, or of these alone, as in a process that joins; None for the default group.
         averages: whether gradients are averaged over ``process_group`` already.
+        joins_as: the rank in the run of a process that joins it. Its process group may be of several nodes that do.
 
     Attributes:
         size: the number of workers.
     """
 
-    def __init__(self, ranks: Sequence[int], process_group: Any = None, *, averages: bool = False) -> None:
+    def __init__(
+        self, ranks: Sequence[int], process_group: Any = None, *, averages: bool = False, joins_as: int | None = None
+    ) -> None:
         if not dist.is_initialized():  # in a process that joins a run
             raise RuntimeError(
                 "the workers of a node that joins a run need a process group of their own: start all of them together "
@@ -79,7 +82,10 @@ class NodeGroup:
         self._group: Any = process_group or dist.group.WORLD
         if len(ranks) < dist.get_world_size(process_group):
             of_all = dist.get_process_group_ranks(self._group)
-            self._group = _group_of([of_all[rank] for rank in ranks], self._group)
+            in_run = list[Any](range(len(of_all)))
+            if joins_as is not None:
+                dist.all_gather_object(in_run, joins_as, group=self._group)
+            self._group = _group_of([of_all[in_run.index(rank)] for rank in ranks], self._group)
         self._position, self.size = dist.get_rank(self._group), len(ranks)
         self.averages = averages
 
