@@ -155,7 +155,7 @@ bench-slow-faults: $(VENV)/.installed  ## faults=Tolerate() at 1, 5 and 10 Mbit/
 node-learning: $(VENV)/.installed  ## nodes as replicas beside workers as replicas and DDP: loss after as many steps (10 minutes)
 	$(BIN)/python -m benchmarks.node_learning
 
-bench-large-join: $(VENV)/.installed  ## processes join a run with 2 GB of state (root, iproute2; 5 minutes)
+bench-large-join: $(VENV)/.installed  ## processes join a run with 2 GB of state (root, iproute2; 10 minutes)
 	$(BIN)/python -m benchmarks.large_join
 
 bench-unequal: $(VENV)/.installed  ## what a slow worker costs the others, waiting and with faults=Tolerate() (7 minutes)

@@ -39,11 +39,19 @@ def received() -> int:
     return int(Path(f"/sys/class/net/{INTERFACE}/statistics/rx_bytes").read_text())
 
 
-def new_memory() -> float:
-    """Bytes per second that the system provides of new memory: the state is copied into it, and comes into it."""
+def touch_memory() -> float:
+    """Has the system touch most of the memory that it has, and give it back. Returns the bytes per second.
+
+    The host of a virtual machine provides memory when it is touched first, more slowly than most links carry it, and takes it
+    back after a while. Copies of a state are made in new memory.
+    """
+    free = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    count = max(1, int(free.split()[1]) // 2**20 - 4)
     began = time.monotonic()
-    torch.empty(2**30, dtype=torch.uint8).fill_(1)
-    return 2**30 / (time.monotonic() - began)
+    parts = [torch.empty(2**30, dtype=torch.uint8) for _ in range(count)]
+    for part in parts:
+        part.numpy()[::4096] = 0
+    return count * 2**30 / (time.monotonic() - began)
 
 
 def work(local: int, out: Path) -> None:
@@ -147,16 +155,15 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    rows, memory = [], new_memory()
+    rows = []
     for local in CASES:
         for rate in RATES:
-            rows.append(run(rate, local))
+            memory = touch_memory()
+            rows.append({**run(rate, local), "touched": memory})
             print(rows[-1], flush=True)
-    found = {"machine": "two shared cores, nodes are network namespaces", "new_memory": memory, "rows": rows}
-    RESULT.write_text(json.dumps(found, indent=1) + "\n")
-    text = f"{table(rows)}\nThe system provides {memory / 1e9:.2f} GB of new memory per second.\n"
-    RESULT.with_suffix(".md").write_text(text)
-    print(text)
+    RESULT.write_text(json.dumps({"machine": "two shared cores, nodes are network namespaces", "rows": rows}, indent=1) + "\n")
+    RESULT.with_suffix(".md").write_text(table(rows))
+    print(table(rows))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class GossipFabricStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy)
 
     def reset(self) -> None:
         self.replicas: list[Gossip] = []
-        self._backward_sync_control = _LocalGradients()
+        self._backward_sync_control = _NodeGradients(self)
 
     def current_replica(self) -> Gossip | None:
         return next((replica for replica in self.replicas if not replica.closed), None)
@@ -136,11 +136,15 @@ class GossipFabricStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy)
         strategy_registry.register("gossip", cls, description="decent_dp: mixes with neighbours", override=True)
 
 
-class _LocalGradients:
-    """``fabric.no_backward_sync``: gradients are never synchronized."""
+class _NodeGradients:
+    """``fabric.no_backward_sync``: gradients are averaged inside a node only, if that is a replica."""
+
+    def __init__(self, strategy: GossipFabricStrategy) -> None:
+        self._strategy = strategy
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+        found = [replica for replica in self._strategy.replicas if replica.model is module and not replica.closed]
+        return found[0].no_sync() if enabled and found else contextlib.nullcontext()
 
 
 GossipFabricStrategy.register_strategies(STRATEGY_REGISTRY)

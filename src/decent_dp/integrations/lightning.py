@@ -168,6 +168,9 @@ class GossipStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy):  # t
         if self._training and not isinstance(exception, (PeerError, SIGTERMException)):
             self._current.world.report(f"{type(exception).__name__}: {exception}")
 
+    def block_backward_sync(self) -> contextlib.AbstractContextManager[None]:
+        return self._current.no_sync()
+
     def on_train_start(self) -> None:
         self._take_lost()  # a checkpoint that was loaded is of a later round
         if self._random is not None and self._trainer.fit_loop.restarted_mid_epoch:
