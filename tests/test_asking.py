@@ -93,13 +93,13 @@ class Asked:
         replica: Any = SimpleNamespace(model=torch.nn.Linear(100, 1), world=world)
         made = receiver_module.Donor
 
-        def donor(ask: Any, stuck: float) -> Any:
+        def donor(ask: Any, stuck: float, most: float) -> Any:
             """The visit of the one before is over."""
             rank, _ = ask.args
             if self.donor is not None and len(self.scripts.get(self.donor, [])) > 1:
                 del self.scripts[self.donor][0]
             self.donor = rank if rank in self.members and (rank == 1 or self.log) else None
-            return made(ask, stuck)
+            return made(ask, stuck, most)
 
         receiver_module.Donor = donor  # type: ignore[assignment, misc]
         try:

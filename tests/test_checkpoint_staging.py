@@ -89,3 +89,13 @@ def test_other_tensors_get_other_places(change):
 
 def test_nothing_to_copy():
     assert HostMemory().copy({}).tensors == {}
+
+
+def test_what_was_reserved_is_used():
+    tensors = some()
+    memory = HostMemory()
+    memory.reserve(HostMemory.sizes(tensors))
+    [(begin, end)] = [(block.data_ptr(), block.data_ptr() + block.nbytes) for block in memory._memory.values() if block.nbytes]
+    places = spans(memory.copy(tensors).tensors)
+    assert begin == places[0][0]
+    assert end - 64 < places[-1][1] <= end

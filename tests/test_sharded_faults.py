@@ -457,13 +457,16 @@ def test_a_run_grows_by_a_whole_replica(workers):
     assert found[N][:2] == found[N + 1][:2]
 
 
+GROWING = decent_dp.Tolerate(dead_after=DEAD_AFTER, max_workers=N + 2 * SHARDS)
+
+
 def grows_by_two_nodes(rank: int, n: int) -> Any:
     """Two nodes come, whose processes were started together. One that has not what the run has is refused before."""
     refused = []
-    for wrong in ({"replica": "worker"}, {"inner": True}) if rank >= N else ():
+    for own, wrong in ((rank, {"replica": "worker"}), (rank, {"inner": True}), (rank ^ 1, {})) if rank >= N else ():
         hear("dead")
-        refused.append(refusal_of(rank, wrong))
-    part = Part(rank, n, "node", faults=decent_dp.Tolerate(dead_after=DEAD_AFTER, max_workers=n), joining_as=range(N, n))
+        refused.append(refusal_of(own, wrong))
+    part = Part(rank, n, "node", faults=GROWING, joining_as=range(N, n))
     if rank == 0:
         say("dead")
     part.train(lambda: part.gossip.roster.size == REPLICAS + 2 and part.gossip.stats().rounds >= part.gossip.roster.start + 20)
@@ -474,13 +477,15 @@ def refusal_of(rank: int, wrong: dict[str, Any]) -> str:
     from torch.nn.parallel import DistributedDataParallel
 
     model: nn.Module = Odd(0)
-    options = {"replica": "node", "local_world_size": SHARDS, "transport": decent_dp.join(the_store(), rank=rank), **wrong}
+    group = dist.new_group(range(N, N + 2 * SHARDS), use_local_synchronization=True)
+    options = {"replica": "node", "local_world_size": SHARDS, "process_group": group, **wrong}
+    options["transport"] = decent_dp.join(the_store(), rank=rank)
     if options.pop("inner", False):
         own = [6, 7] if rank < 8 else [8, 9]
         group = dist.new_group(own, use_local_synchronization=True)
         model = DistributedDataParallel(model, process_group=group)
     with pytest.raises(ValueError, match="run") as caught:
-        decent_dp.gossip(model, torch.optim.SGD(model.parameters()), faults=decent_dp.Tolerate(max_workers=10), **options)
+        decent_dp.gossip(model, torch.optim.SGD(model.parameters(), 0.02, 0.8), faults=GROWING, **options)
     return str(caught.value)
 
 
@@ -493,3 +498,23 @@ def test_a_run_grows_by_nodes_that_are_started_together(workers):
         if rank >= N:
             assert "a replica of this run has 2 workers, and this process would be one of 1" in refused[0]
             assert "pass the model without it" in refused[1]
+            assert "have the ranks [7, 6, 9, 8] in the run" in refused[2]
+
+
+def has_uneven_batches(rank: int, n: int) -> Any:
+    part = Part(rank, n, "node")
+    with part.gossip.join():
+        for _ in range(15 + 3 * part.position + 4 * part.number):
+            part.step()
+            time.sleep(PAUSE)
+    rounds = part.gossip.stats().rounds
+    return rounds, part.gossip.stats().holes, values(part.model), part.end()
+
+
+@pytest.mark.slow
+def test_uneven_inputs_inside_a_node_where_faults_are_tolerated(workers):
+    found = workers(N, has_uneven_batches)
+    for rank, (rounds, holes, own, mean) in enumerate(found):
+        assert (rounds, holes) == (15 + 3 + 4 * 2, 0)
+        assert_same(own, found[rank ^ 1][2])
+        assert_same(mean, found[0][3])

@@ -72,7 +72,7 @@ class Giver:
             return GONE
         begin = request["from"] if request["copy"] == self.copy.name else 0
         self.asked.append(begin)
-        return self.change(self.copy.chunk(begin), len(self.asked))
+        return self.change(self.copy.chunk(begin, request["bytes"]), len(self.asked))
 
     def pull(self, partial: PartialState) -> Any:
         return pull(donor_of(self.answer), partial, 5)
@@ -142,6 +142,34 @@ def test_a_few_chunks_are_asked_for_ahead(monkeypatch):
     with pytest.raises(TimeoutError, match="has not answered for"):
         pull(donor, partial, 5)
     assert asked == [0, 100, 200, 300, 400]
+
+
+@pytest.mark.parametrize(("pause", "largest"), [(0.0, 8000), (0.02, 1000)])
+def test_chunks_are_as_large_as_the_link_is_fast(monkeypatch, pause, largest):
+    """About 1 MB/s of what is asked for at least, but 50 kB/s on the slow one. The first ones are small on any link."""
+    monkeypatch.setattr(transfer_module, "_CHUNKS", (1000, 8000))
+    monkeypatch.setattr(transfer_module, "_SECONDS", 0.02)
+    values = torch.arange(50_000, dtype=torch.int32)
+    copy, asked = StateCopy(*encode({"w": values})), list[int]()
+
+    def answer(request: dict[str, Any]) -> Any:
+        asked.append(request["bytes"])
+        time.sleep(pause)
+        return copy.chunk(min(request["from"], copy.size - 1), request["bytes"])
+
+    found = pull(donor_of(answer), PartialState(), 5)
+    assert torch.equal(found["w"], values)
+    assert asked[:5] == [0, 1000, 1000, 1000, 1000]
+    assert max(asked) == largest
+
+
+def test_chunks_of_several_sizes_may_be_damaged(monkeypatch):
+    monkeypatch.setattr(transfer_module, "_CHUNKS", (30, 200))
+    copy = StateCopy(*encode({"w": torch.arange(2000)}))
+    for number in (2, 7, 9, 30):
+        giver = Giver(copy)
+        giver.change = lambda answer, count, number=number: answer[:-1] + b"?" if count == number else answer
+        assert torch.equal(giver.pull(PartialState())["w"], torch.arange(2000))
 
 
 def test_another_copy_begins_anew(monkeypatch):

@@ -169,7 +169,7 @@ class GossipStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy):  # t
             self._current.world.report(f"{type(exception).__name__}: {exception}")
 
     def block_backward_sync(self) -> contextlib.AbstractContextManager[None]:
-        return self._current.no_sync()
+        return self._current.no_sync() if self._training else contextlib.nullcontext()
 
     def on_train_start(self) -> None:
         self._take_lost()  # a checkpoint that was loaded is of a later round

@@ -227,7 +227,7 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
         replica = gossip(trainer.model, optimizer, scaler=trainer.accelerator.scaler, transport=transport, **self._options)
         self.replica = replica
         trainer.accelerator.no_sync = lambda model=None: replica.no_sync()  # of the class again, after ``train``
-        self._during.callback(vars(trainer.accelerator).pop, "no_sync")
+        self._during.callback(vars(trainer.accelerator).pop, "no_sync", None)
         if self._resume is not None:
             self._load_replicas(Path(self._resume) / _REPLICAS)
         if replica.survivors is not None:

@@ -31,9 +31,11 @@ class Members:
     Attributes:
         tolerates_faults: whether workers may be in different rounds, or gone.
         callbacks: called with the old and the new roster when an epoch begins.
+        epochs: change the members; None where they stay the same.
     """
 
     tolerates_faults = False
+    epochs: Epochs | None = None
 
     def __init__(self, transport: Transport, replicas: Replicas) -> None:
         self._transport, self.replicas = transport, replicas

@@ -41,6 +41,8 @@ _LOOK = 0.05
 _STUCK = 2.0
 # Seconds until a failed collective is no consequence of a worker that is gone: its connections break at the same time.
 _EXPLAINED = 1.0
+# Words in errors of NCCL, and of stores, for a worker that is gone or silent.
+_OF_NETWORK = ("remote", "connection", "timed out", "timeout")
 # The packages of torch in which it waits.
 _WAITS_IN = ("distributed", "autograd")
 # The exit status of a process that is ended here.
@@ -141,7 +143,7 @@ class Mates:
 
     def explain(self, modules: Iterable[Any]) -> None:
         """The collectives of these modules of ``fully_shard`` are in ``explaining`` from now on."""
-        if self._monitor is None:
+        if len(self._ranks) == 1:
             return
         found = weakref.ref(self)
         for group in (group for module in modules for group in param_groups_of(module)):
@@ -251,5 +253,7 @@ def _looks_of(mates: Mates) -> Callable[[], None]:
 
 
 def _is_of_network(error: RuntimeError) -> bool:
-    """Whether torch has raised it for a lost or silent worker. gloo's errors have no class of their own."""
-    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+    """Whether torch has raised it for a lost or silent worker. Only the text tells these errors from others."""
+    text = str(error).lower()
+    is_of_gloo = "gloo/transport" in text and "enforce fail" not in text  # that is a mismatch of collectives
+    return is_of_gloo or (isinstance(error, dist.DistError) and any(word in text for word in _OF_NETWORK))

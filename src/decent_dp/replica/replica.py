@@ -140,7 +140,8 @@ class Replica(HookedModel):
         if transport.rank == 0:
             _log.info("%d workers, %d replicas; %s", transport.world_size, len(self.replicas.workers), self.describe_replica())
         # Runs at exit too, also in processes of multiprocessing, where atexit handlers do not run.
-        self._finalizer = Finalize(self, shut_down, args=(self.engine, transport, threading.current_thread()), exitpriority=100)
+        args = (self.engine, transport, self.monitor.epochs, threading.current_thread())
+        self._finalizer = Finalize(self, shut_down, args=args, exitpriority=100)
 
     # -- implemented by drivers ---------------------------------------------------------------------------------------
 

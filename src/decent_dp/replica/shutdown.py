@@ -7,6 +7,7 @@ import sys
 import threading
 
 from decent_dp.engine import Engine
+from decent_dp.membership import Epochs
 from decent_dp.transport import Transport
 
 __all__ = ["passing_error", "shut_down"]
@@ -25,21 +26,22 @@ def passing_error(handled: int) -> BaseException | None:
     return None if is_end or id(error) == handled else error
 
 
-def shut_down(engine: Engine, transport: Transport, owner: threading.Thread) -> None:
+def shut_down(engine: Engine, transport: Transport, epochs: Epochs | None, owner: threading.Thread) -> None:
     """Finishes the exchanges in flight, so that neighbours do not fail in them, and closes the transport.
 
     Args:
+        epochs: those of the run, if its members can change. Closed, too.
         owner: the training thread.
     """
     if threading.current_thread() not in (owner, threading.main_thread()):
         # The garbage collector may call this in any thread. In a transport's thread, or in one that trains another replica,
         # waiting for the exchange would deadlock.
-        threading.Thread(target=_shut_down, args=(engine, transport), name="decent_dp-shutdown").start()
+        threading.Thread(target=_shut_down, args=(engine, transport, epochs), name="decent_dp-shutdown").start()
     else:
-        _shut_down(engine, transport)
+        _shut_down(engine, transport, epochs)
 
 
-def _shut_down(engine: Engine, transport: Transport) -> None:
+def _shut_down(engine: Engine, transport: Transport, epochs: Epochs | None) -> None:
     error = getattr(sys, "last_value", None)  # the exception that ends the interpreter, if any
     if error is not None:
         transport.report(f"{type(error).__name__} in round {engine.round}: {error}")
@@ -48,4 +50,6 @@ def _shut_down(engine: Engine, transport: Transport) -> None:
     except Exception as lost:
         if error is None:
             _log.warning("the last exchange could not be finished: %s", lost)
+    if epochs is not None:
+        epochs.close()
     transport.close()

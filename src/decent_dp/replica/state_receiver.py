@@ -276,7 +276,8 @@ def _ask(
         others = list(members().items())
         for member in sorted(random.sample(others, len(others)), key=lambda member: member != source):
             rank, name = member[0], partial.name
-            donor = Donor(functools.partial(monitor.neighbours.ask, *member), _STUCK)
+            most = deadline + partial.seconds - time.monotonic()
+            donor = Donor(functools.partial(monitor.neighbours.ask, *member), _STUCK, most)
             try:
                 return rank, get(donor, min(patience, left))
             except PeerLostError:

@@ -6,6 +6,7 @@ import functools
 import logging
 import threading
 import time
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -29,6 +30,8 @@ _MOST_COPIES = 2
 _FRESH = 60.0
 # How long a copy is kept for one that asks no more, in ``dead_after``: a joiner without a network gives up after 30 s.
 _KEPT = 3.0
+# Seconds, at the end, for memory that is being made.
+_LAST_WAIT = 5.0
 # Bytes of a state from which on the memory for its copy is made first, while training goes on: the system provides new memory
 # slower than it copies.
 _LARGE = 2**26
@@ -73,6 +76,10 @@ class _Coming:
     memory: Future[HostMemory] | None = None
     size: int = 0
 
+    @property
+    def is_making(self) -> bool:
+        return self.memory is not None and not self.memory.done()
+
 
 class StateServer(Listener):
     """Answers the requests of joiners, and of members that heal, in one thread (``answer``); takes copies between rounds.
@@ -99,7 +106,7 @@ class StateServer(Listener):
         with self._lock:
             self._drop_old()
             coming = self._coming
-        if coming is None or (coming.memory is not None and not coming.memory.done()):
+        if coming is None or coming.is_making:
             return
         try:
             kept = self._take(coming)
@@ -134,7 +141,9 @@ class StateServer(Listener):
 
     def closing(self) -> None:
         with self._lock:
-            self._coming, self._copies, self._has_ended = None, {}, True
+            coming, self._coming, self._copies, self._has_ended = self._coming, None, {}, True
+        if coming is not None and coming.memory is not None:  # a thread in torch must not come back while the process exits
+            futures.wait([coming.memory], _LAST_WAIT)
 
     # -- in the thread that answers -----------------------------------------------------------------------------------
 
@@ -209,7 +218,9 @@ class StateServer(Listener):
         self._copies = {
             name: kept for name, kept in self._copies.items() if any(now - at < seconds for at in kept.asked.values())
         }
-        if self._coming is not None and all(now - at >= seconds for at in self._coming.asked.values()):
+        coming = self._coming
+        # While memory is made for it it stays: there could be a second one.
+        if coming is not None and not coming.is_making and all(now - at >= seconds for at in coming.asked.values()):
             self._coming = None
         for asker in [asker for asker, (_, at) in self._seats.items() if now - at > _ENDED]:
             seats, _ = self._seats.pop(asker)

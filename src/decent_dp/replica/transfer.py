@@ -12,6 +12,7 @@ import bisect
 import hashlib
 import itertools
 import json
+import math
 import secrets
 import time
 from collections import deque
@@ -176,13 +177,15 @@ class Donor:
     Args:
         ask: sends it a request (``Neighbours.ask``).
         stuck: seconds without an answer after which it is given up.
+        most: seconds after which ``get`` does not even wait while it copies its state.
 
     Attributes:
         answered: whether it has answered anything.
     """
 
-    def __init__(self, ask: Callable[[bytes], Future[bytes]], stuck: float) -> None:
+    def __init__(self, ask: Callable[[bytes], Future[bytes]], stuck: float, most: float = math.inf) -> None:
         self._ask, self._stuck = ask, stuck
+        self._deadline = time.monotonic() + most
         self.answered = False
 
     def ask(self, request: Mapping[str, Any]) -> Future[bytes]:
@@ -215,9 +218,10 @@ class Donor:
             head, data = self.wait(self.ask(request))
             if "wait" not in head:
                 return head, data
-            copies = head.get("copies", 0)
-            if time.monotonic() > began + seconds + (copies / _SLOWEST_COPY if type(copies) is int else 0):
-                raise NotYetError(f"it has not answered within {seconds:g} s: {str(head['wait'])[:200]}")
+            size, now = head.get("copies", 0), time.monotonic()
+            copies = size / _SLOWEST_COPY if type(size) is int else 0.0
+            if now > min(began + seconds + copies, max(began + seconds, self._deadline)):
+                raise NotYetError(f"it has not answered within {now - began:.1f} s: {str(head['wait'])[:200]}")
             time.sleep(_PAUSE)
 
 
@@ -234,19 +238,21 @@ def pull(donor: Donor, partial: PartialState, seconds: float) -> Any:
         CheckpointError: it is no tree.
     """
 
-    def request(begin: int, end: int = 0) -> dict[str, Any]:
-        return {"want": "state", "copy": partial.name, "from": begin, "bytes": end - begin}
+    def request(begin: int, size: int = 0) -> dict[str, Any]:
+        return {"want": "state", "copy": partial.name, "from": begin, "bytes": size}
 
     # The ends of the chunks from ``partial.filled`` on that were asked for, and the answers to come.
     asked: deque[tuple[int, Future[bytes]]] = deque()
     damaged, before = 0, time.monotonic()
+    # The bytes that have come since the first chunk, and when that came: the bandwidth.
+    received, since = 0, 0.0
     while partial.name is None or partial.filled < partial.size:
         if asked:
             end, answer = asked.popleft()
             head, data = donor.wait(answer)
         else:
             end = partial.filled + _within(0)
-            head, data = donor.get(request(partial.filled, end), seconds)
+            head, data = donor.get(request(partial.filled), seconds)
         if "wait" in head:  # it does not know the copy any more
             asked.clear()
             continue
@@ -263,14 +269,15 @@ def pull(donor: Donor, partial: PartialState, seconds: float) -> Any:
             partial.add(data)
             damaged, now = 0, time.monotonic()
             partial.seconds, before = partial.seconds + now - before, now
+            received, since = (received + len(data), since) if since else (0, now)
         else:
             damaged += 1
             if damaged > _MOST_DAMAGED:
                 raise ConnectionError("the state is damaged on the way: the SHA-256 of a chunk is wrong")
-            asked.appendleft((end, donor.ask(request(partial.filled, end))))
+            asked.appendleft((end, donor.ask(request(partial.filled, end - partial.filled))))
         while len(asked) < _AHEAD and (begin := asked[-1][0] if asked else partial.filled) < partial.size:
-            end = begin + _within(int(_SECONDS * partial.filled / max(partial.seconds, 1e-9)))
-            asked.append((end, donor.ask(request(begin, end))))
+            size = _within(int(_SECONDS * received / (before - since)) if received else 0)
+            asked.append((begin + size, donor.ask(request(begin, size))))
     donor.ask(request(partial.size))  # all of it has come: the donor may drop its copy
     return partial.take()
 

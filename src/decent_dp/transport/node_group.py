@@ -80,11 +80,17 @@ class NodeGroup:
                 "(torchrun --nproc-per-node), and call initialize_dist() before decent_dp.join(..., rank=...)."
             )
         self._group: Any = process_group or dist.group.WORLD
-        if len(ranks) < dist.get_world_size(process_group):
-            of_all = dist.get_process_group_ranks(self._group)
-            in_run = list[Any](range(len(of_all)))
-            if joins_as is not None:
-                dist.all_gather_object(in_run, joins_as, group=self._group)
+        of_all = dist.get_process_group_ranks(self._group)
+        in_run = list[Any](range(len(of_all)))
+        if joins_as is not None:
+            dist.all_gather_object(in_run, joins_as, group=self._group)
+            if [rank for rank in in_run if rank in ranks] != list(ranks):
+                raise ValueError(
+                    f"the processes that join have the ranks {in_run} in the run, in the order of their process group, and a "
+                    f"node there is the workers {list(ranks)}: start the workers of a node together, in this order "
+                    "(decent_dp.join(rank=...))."
+                )
+        if len(ranks) < len(of_all):
             self._group = _group_of([of_all[in_run.index(rank)] for rank in ranks], self._group)
         self._position, self.size = dist.get_rank(self._group), len(ranks)
         self.averages = averages

@@ -328,6 +328,7 @@ class ProcessGroupTransport(Transport):
         self._waiter.close()
         self._wire.close(says_bye=not self._has_failed)
         self._notes.close()
+        self._rendezvous.close()
         self._communicators.clear()
         self._control = None
 

@@ -179,6 +179,11 @@ class Rendezvous:
     def _client(self) -> StoreClient:
         return StoreClient(self.store, ROOT)
 
+    def close(self) -> None:
+        """The store is not asked any more."""
+        if "_client" in vars(self):
+            self._client.close()
+
     def address_of(self, rank: int, incarnation: int, seconds: float) -> dict[str, Any]:
         """Of the process of this incarnation; looked up in the store if it is not known.
 
