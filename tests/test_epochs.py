@@ -543,6 +543,11 @@ def test_an_epoch_names_whole_replicas_only():
     assert (epoch.members, epoch.start, epoch.dealt) == ((0, 1, 4, 5), 51, 7 + 3 * 11)  # three seats in each of 11 rounds
     half = before.next({rank: promise_of(rank, 50, joining={2: 7}) for rank in (0, 1)}, pairs)
     assert (half.members, half.incarnations) == ((0, 1), {})
+    # Worker 2, whose mate has ended, is about to end, and nobody hears it but the store.
+    old = {2: promise_of(2, 20, absent=(0, 3)), **{rank: promise_of(rank, 50, joining={2: 7, 3: 8}) for rank in (0, 1)}}
+    mixed = before.next(old, pairs)
+    assert mixed is not None
+    assert (mixed.members, mixed.incarnations) == ((0, 1), before.incarnations)
     joined = before.next({rank: promise_of(rank, 50, joining={2: 7, 3: 8, 6: 9, 7: 10}) for rank in (0, 1)}, pairs)
     assert (joined.members, joined.incarnations) == ((0, 1, 2, 3, 6, 7), {2: 7, 3: 8, 6: 9, 7: 10})
     assert pairs.whole((6, 7, 8, 0)) == (3,)

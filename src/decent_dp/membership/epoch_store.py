@@ -127,6 +127,10 @@ class Epoch:
                 # Who has promised lives, though the member that a process has asked does not hear it.
                 if rank not in promises and incarnation > max(joining.get(rank, 0), self.incarnations.get(rank, 0)):
                     joining[rank] = incarnation
+        # Processes come as a whole replica: one whose mate's place is still taken would be left with a mate that is none.
+        for own in map(replicas.workers_of, {replicas.place_of(rank)[0] for rank in joining}):
+            if any(rank in promises for rank in own):
+                joining = {rank: incarnation for rank, incarnation in joining.items() if rank not in own}
         named = {*(heard or promises), *joining}
         members = tuple(sorted(rank for number in replicas.whole(named) for rank in replicas.workers_of(number)))
         if not members:

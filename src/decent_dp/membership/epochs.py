@@ -213,9 +213,13 @@ class Epochs:
                 self._own = self.newest
                 self._known = self._own if known is own else known
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """This worker ends soon, and promises nothing any more: another process may take its place."""
         self._ending = True
         self._wake.set()
+
+    def close(self) -> None:
+        self.stop()
         self._store.close()
         with self._lock:
             candidates, self._candidates = self._candidates, {}
