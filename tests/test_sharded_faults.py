@@ -322,7 +322,7 @@ def make_mates(texts: dict[int, str]) -> tuple[Mates, Any]:
     neighbours = SimpleNamespace(lost=nobody, ended=nobody, left=nobody, fail=lambda error: None)
     transport: Any = Fake(texts)
     monitor: Any = make_monitor(transport, neighbours, ((0, 1), (2, 3)))
-    monitor.epochs = SimpleNamespace(coming=7, limit=math.inf)
+    monitor.epochs = SimpleNamespace(coming=7, limit=math.inf, stop=lambda: None)
     return Mates(transport, monitor), monitor
 
 

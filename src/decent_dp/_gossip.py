@@ -208,16 +208,14 @@ class Gossip(Replica):
         self._stepped = [0] * len(self.optimizers)
         self._taken = False
         # Since the scaler's last update: the optimizers that have stepped, and those that it has unscaled or stepped.
-        self._took_step: set[int] = set()
-        self._scaled: set[int] = set()
+        self._took_step, self._scaled = set[int](), set[int]()
         # Optimizers that have been checked at their first step.
         self._checked: set[int] = set()
         # Each optimizer's parameters at the call; referenced, so that no other object gets one of their ids.
         self._params_at_call = [params_of(optimizer) for optimizer in self.optimizers]
         self.tell_optimizers(range(self.peers.world_size))
-        self.statistics = Statistics(
-            self.optimizers, {id(param): name for name, param in model.named_parameters()}, self.shares
-        )
+        names = {id(param): name for name, param in model.named_parameters()}
+        self.statistics = Statistics(self.optimizers, names, self.shares)
         self.use_buckets(self._lay_out())
         self.hooks += [optimizer.register_step_post_hook(self._after_step(i)) for i, optimizer in enumerate(self.optimizers)]
         self.gradients: NodeGradients | None = None

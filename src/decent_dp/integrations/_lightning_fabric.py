@@ -49,7 +49,7 @@ class GossipFabricStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy)
 
     def reset(self) -> None:
         self.replicas: list[Gossip] = []
-        self._backward_sync_control = _NodeGradients(self)
+        self._backward_sync_control = _NodeWindow(self)
 
     def current_replica(self) -> Gossip | None:
         return next((replica for replica in self.replicas if not replica.closed), None)
@@ -136,7 +136,7 @@ class GossipFabricStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy)
         strategy_registry.register("gossip", cls, description="decent_dp: mixes with neighbours", override=True)
 
 
-class _NodeGradients:
+class _NodeWindow:
     """``fabric.no_backward_sync``: gradients are averaged inside a node only, if that is a replica."""
 
     def __init__(self, strategy: GossipFabricStrategy) -> None:

@@ -21,13 +21,12 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
 from decent_dp.membership import Members, MembershipMonitor
 from decent_dp.replica.consistency import wait_for_all
 from decent_dp.replica.shards import param_groups_of
-from decent_dp.transport import Transport
+from decent_dp.transport import Transport, is_of_network
 from decent_dp.transport.waiter import start_thread
 
 __all__ = ["Mates"]
@@ -41,8 +40,6 @@ _LOOK = 0.05
 _STUCK = 2.0
 # Seconds until a failed collective is no consequence of a worker that is gone: its connections break at the same time.
 _EXPLAINED = 1.0
-# Words in errors of NCCL, and of stores, for a worker that is gone or silent.
-_OF_NETWORK = ("remote", "connection", "timed out", "timeout")
 # The packages of torch in which it waits.
 _WAITS_IN = ("distributed", "autograd")
 # The exit status of a process that is ended here.
@@ -130,7 +127,7 @@ class Mates:
             yield
         except RuntimeError as error:
             is_own = type(error).__module__ == PeerLostError.__module__  # says what has happened
-            if self._monitor is None and not is_own and len(self._ranks) > 1 and _is_of_network(error):
+            if self._monitor is None and not is_own and len(self._ranks) > 1 and is_of_network(error):
                 others = [rank for rank in self._ranks if rank != self._transport.rank]
                 raise self._transport.explain(error, others, "a collective of its replica") from error
             deadline = time.monotonic() + (0.0 if is_own or self._monitor is None else _EXPLAINED)
@@ -252,10 +249,3 @@ def _looks_of(mates: Mates) -> Callable[[], None]:
             del mates
 
     return look
-
-
-def _is_of_network(error: RuntimeError) -> bool:
-    """Whether torch has raised it for a lost or silent worker. Only the text tells these errors from others."""
-    text = str(error).lower()
-    is_of_gloo = "gloo/transport" in text and "enforce fail" not in text  # that is a mismatch of collectives
-    return is_of_gloo or (isinstance(error, dist.DistError) and any(word in text for word in _OF_NETWORK))

@@ -128,9 +128,8 @@ class Replica(HookedModel):
         self.joining = self._has_run_out = False
         self._nonfinite_in = -1
         self.closed, self._handled = False, id(sys.exc_info()[1])
-        self.superseded = False
+        self.superseded, self.joins = False, 0
         self._on_cuda = any(param.is_cuda for param in self.parameters.params)
-        self.joins = 0
         self._fault: BaseException | None = None
         super().__init__(model)
         where = f"{self.KIND}: worker {transport.rank} of {transport.world_size}, topology {self.topology!r}"

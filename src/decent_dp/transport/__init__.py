@@ -6,6 +6,7 @@ from decent_dp.transport.in_process import InProcessTransport, LocalHub, run_rep
 from decent_dp.transport.interface import Control, ExchangeRequest, Handle, Transport
 from decent_dp.transport.neighbours import Neighbours, PeerTable
 from decent_dp.transport.node_group import NodeGroup, inside_ddp, ranks_in
+from decent_dp.transport.peer_errors import is_of_network
 from decent_dp.transport.peers import Replicas
 from decent_dp.transport.process_group import (
     NewcomerTransport,
@@ -41,6 +42,7 @@ __all__ = [
     "gather_in_mesh",
     "group_of_replicas",
     "inside_ddp",
+    "is_of_network",
     "network_stack",
     "open_transport",
     "ranks_in",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
@@ -22,6 +23,7 @@ __all__ = [
     "Notes",
     "SilentError",
     "UnreachableError",
+    "is_of_network",
     "peer_error",
 ]
 
@@ -30,6 +32,8 @@ _STORE_LIMIT = 2.0
 # Errors of the system when a process, or the machine, has too many open files.
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
+# Words in errors of NCCL for a worker that is gone or silent.
+_OF_NETWORK = ("remote", "connection", "timed out", "timeout")
 # A part of NCCL's error for two ranks on one GPU, in small letters.
 ONE_GPU = "duplicate gpu"
 
@@ -102,6 +106,13 @@ class Notes:
             except (RuntimeError, ConnectionError):  # gone, or it hangs
                 self._failed = True
         return None
+
+
+def is_of_network(error: RuntimeError) -> bool:
+    """Whether a collective of torch has raised it for a lost or silent worker. Only the text tells these errors from others."""
+    text = str(error).lower()
+    is_of_gloo = "gloo/transport" in text and "enforce fail" not in text  # that is a mismatch of collectives
+    return is_of_gloo or (isinstance(error, dist.DistError) and any(word in text for word in _OF_NETWORK))
 
 
 def peer_error(error: Exception, ranks: Sequence[int], what: str, notes: Notes, timeout: timedelta) -> PeerError:
