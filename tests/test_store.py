@@ -147,9 +147,8 @@ client.close()
 
 def test_a_process_may_end_while_the_store_is_asked():
     """Else torch's call comes back in an interpreter that is gone, and the process aborts."""
-    for _ in range(3):
-        ended = subprocess.run([sys.executable, "-c", ENDS_IN_A_CALL], capture_output=True, text=True, timeout=60, check=False)
-        assert (ended.returncode, ended.stderr) == (0, "")
+    ended = subprocess.run([sys.executable, "-c", ENDS_IN_A_CALL], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(("own", "other"), [(1, 0), (0, 1)])
