@@ -7,6 +7,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 import decent_dp
 from decent_dp.errors import PeerLostError
 from decent_dp.optim import GossipAdamW
-from decent_dp.replica.nodes import agree_on_nodes
+from decent_dp.replica.nodes import agree_on_nodes, why_no_node
 from decent_dp.rules import DriftCorrection, OuterNesterov
 from decent_dp.sim import VirtualCluster
-from decent_dp.transport import run_replicas
+from decent_dp.transport import is_of_network, run_replicas
 from tests.helpers import assert_same
 from tests.sharded_cases import (
     ADAMW,
@@ -506,6 +507,26 @@ def test_a_worker_whose_mate_has_ended_says_which(workers):
     outcomes = workers.outcomes(4, loses_a_mate)
     assert [outcome.error for outcome in outcomes] == ["", "ValueError", "", ""], outcomes
     assert outcomes[0].value.startswith("worker 1 is gone, and "), outcomes[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (RuntimeError("[/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2485"), True),
+        (RuntimeError("[enforce fail at /gloo/transport/tcp/pair.cc:460] op.preamble.length <= op.nbytes. 8 vs 4"), False),
+        (RuntimeError("CUDA out of memory"), False),
+        (dist.DistBackendError("ncclRemoteError: a remote process exited"), True),
+        (dist.DistBackendError("ncclUnhandledCudaError: out of memory"), False),
+    ],
+)
+def test_only_errors_of_the_network_are_those_of_a_lost_worker(error, wanted):
+    assert is_of_network(error) is wanted
+
+
+def test_parameters_on_the_cpu_are_not_averaged_by_nccl():
+    model, with_nccl, with_gloo = Odd(0), SimpleNamespace(only_cuda=True), SimpleNamespace(only_cuda=False)
+    assert "is on the CPU, and NCCL" in why_no_node(model, [], None, with_nccl)
+    assert why_no_node(model, [], None, with_gloo) == ""
 
 
 def timeouts(rank: int, n: int) -> float:

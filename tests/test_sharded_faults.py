@@ -341,6 +341,15 @@ def test_the_workers_of_a_replica_agree_on_a_round_and_on_an_epoch():
     assert monitor.epochs.limit == math.inf
 
 
+def test_a_worker_that_has_lost_its_replica_promises_nothing_more():
+    """Its process may stay for a while, and new ones take the place of the replica."""
+    mates, monitor = make_mates({})
+    stopped: list[bool] = []
+    monitor.epochs.stop = lambda: stopped.append(True)
+    mates._lose([3])
+    assert stopped == [True]
+
+
 def test_the_workers_of_a_replica_are_all_connected():
     """In agreements each meets the first one only."""
     transport: Any = Fake({})
