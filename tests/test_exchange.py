@@ -183,19 +183,26 @@ def test_a_worker_that_exits_after_wrapping_is_found_by_the_others(workers):
     assert workers(2, leaves_at_once) == [True, True]
 
 
-def collected_in_the_links_thread(rank: int, n: int) -> bool:
+def collected_in_the_links_thread(rank: int, n: int) -> tuple[bool, list[str]]:
     """As the garbage collector does with a wrapper that was dropped, in whichever thread allocates."""
     model = DecentralizedDataParallel(net(), SGD, topology="ring")
     for t in range(3):
         loss(model, t, rank).backward()
     links, owner = model.replica.peers._wire, threading.current_thread()  # type: ignore[attr-defined]
-    links.call(lambda: shut_down(model.replica.engine, model.replica.peers, owner))
+    ended: list[str] = []
+    epochs: Any = SimpleNamespace(close=lambda: ended.append("epochs"))
+
+    def collect() -> None:
+        shut_down(model.replica.engine, model.replica.peers, epochs, owner)
+        ended.append("asked for")
+
+    links.call(collect)
     links._thread.join(10)
-    return bool(links._thread.is_alive())
+    return bool(links._thread.is_alive()), sorted(ended)
 
 
 def test_a_wrapper_that_is_collected_by_the_thread_that_moves_its_bytes_leaves(workers):
-    assert workers(2, collected_in_the_links_thread) == [False, False]
+    assert workers(2, collected_in_the_links_thread) == [(False, ["asked for", "epochs"])] * 2
 
 
 def test_a_wrapper_that_is_collected_by_the_thread_of_its_peer_leaves():
