@@ -50,7 +50,12 @@ class Classes(Task):
     samples = 32
 
     def __init__(self, data: Data, n: int, alpha: float | None, seed: int) -> None:
-        shards = [np.arange(len(data.y))] * n if alpha is None else dirichlet_split(data.y, n, alpha, seed)
+        if alpha is None:
+            shards = [np.arange(len(data.y))] * n
+        elif alpha:
+            shards = dirichlet_split(data.y, n, alpha, seed)
+        else:  # one class each
+            shards = [np.flatnonzero(data.y.numpy() == i % data.classes) for i in range(n)]
         self._data, self._draw = data, Batches(shards, self.samples, seed)
 
     def model(self) -> nn.Module:
@@ -91,15 +96,20 @@ class Characters(Task):
     samples, length = 8, 32
 
     def __init__(self, n: int, alpha: float | None, seed: int) -> None:
-        if alpha is not None:
-            raise ValueError("text has no classes to be dealt out unevenly")
-        self._n, self._seed = n, seed
+        if alpha:
+            raise ValueError("text has no classes to be dealt out unevenly: 0 gives each worker a part of its own")
+        self._n, self._seed, self._own = n, seed, alpha is not None
 
     def model(self) -> nn.Module:
         return CharacterTransformer(text()[2], self.length)
 
     def batch(self, t: int) -> tuple[Tensor, Tensor]:
-        return self._windows(text()[0], np.random.default_rng([self._seed, t]), (self._n, self.samples))
+        data, rng = text()[0], np.random.default_rng([self._seed, t])
+        if not self._own:
+            return self._windows(data, rng, (self._n, self.samples))
+        parts = [self._windows(part, rng, (self.samples,)) for part in data[: len(data) // self._n * self._n].chunk(self._n)]
+        x, y = (torch.stack(column) for column in zip(*parts, strict=True))
+        return x, y
 
     def _windows(self, data: Tensor, rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         starts = torch.from_numpy(rng.integers(0, len(data) - self.length - 1, shape))
@@ -117,7 +127,11 @@ TASKS = ("digits", "mnist1d", "characters")
 
 
 def make_task(name: str, n: int, alpha: float | None, seed: int) -> Task:
-    """The task with the data of n workers; ``alpha`` is that of the Dirichlet split of the classes, None for an even one."""
+    """The task with the data of n workers.
+
+    Args:
+        alpha: of the Dirichlet split of the classes; 0: one class, or of a text one part, per worker; None: even.
+    """
     if name == "characters":
         return Characters(n, alpha, seed)
     return Classes(digits() if name == "digits" else mnist1d(), n, alpha, seed)

@@ -1,8 +1,8 @@
 """Times updates of this library's optimizers beside torch's AdamW: ``python -m benchmarks.optim``, or ``make bench-optim``.
 
-The parameters are those of the lab's model, on one thread. Forms take turns, four updates each, so that other load on the
-machine slows all of them alike. (GossipAdamW renews its statistics in every fourth.) Medians over the turns of an update's time
-are printed and written to optim.json. ``--compiled`` needs a C++ compiler.
+The parameters are those of the lab's model, on one thread. Forms take turns, four updates each (a window of AccumAdamW), so
+that other load on the machine slows all of them alike. Medians over the turns of an update's time are printed and written to
+optim.json. ``--compiled`` needs a C++ compiler.
 """
 
 from __future__ import annotations
@@ -53,15 +53,13 @@ def main() -> None:
     torch.set_num_threads(1)
     gossip_adamw = GossipAdamW(make_params())
     gossip_adamw.set_replicas(16)
-    corrected = GossipAdamW(make_params())
-    corrected.set_replicas(16)
-    drifts = {id(param): 1e-4 * torch.randn_like(param) for param in corrected.param_groups[0]["params"]}
-    corrected.set_drifts(lambda param: drifts[id(param)], 0.95)
+    tracking = GossipAdamW(make_params(), tracking=True)
+    tracking.set_replicas(16)
     forms: dict[str, Callable[[], object]] = {
         "torch AdamW, fused": torch.optim.AdamW(make_params(), fused=True).step,
         "torch AdamW, foreach": torch.optim.AdamW(make_params(), foreach=True).step,
         "GossipAdamW": gossip_adamw.step,
-        "GossipAdamW, DriftCorrection": corrected.step,
+        "GossipAdamW, tracking": tracking.step,
         "AccumAdamW": AccumAdamW(make_params()).step,
         "AccumAdamW, without Numba": without_numba(AccumAdamW(make_params()).step),
         "AccumAdamW, readable": AccumAdamW(make_params(), foreach=False).step,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from decent_dp.rules import Rule, drift, growth, momentum
+from decent_dp.rules import Rule, growth, momentum
 from decent_dp.topo import Topology
 
 _found: dict[Any, bool] = {}
@@ -25,4 +25,4 @@ def grows(rule: Rule, topology: Topology) -> bool:
         return _found[key]
 
 
-drift.grows = momentum.grows = grows  # type: ignore[attr-defined]
+momentum.grows = grows  # type: ignore[attr-defined]

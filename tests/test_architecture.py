@@ -35,17 +35,18 @@ BELOW: dict[str, set[str]] = {
     "errors": set(),
     "_checks": set(),
     "_compressions": set(),
+    "_dtensors": set(),
     "_sizes": set(),
     "faults": set(),
     "arguments": set(),
     "gradients": set(),
     "kernels": set(),
-    "optim": {"kernels"},
     "plots": set(),
 }
 BELOW["topo"] = BELOW["serialization"] = {"errors"}
 for _room in ("rules", "planner"):
     BELOW[_room] = {"errors", "topo"}
+BELOW["optim"] = BELOW["rules"] | {"rules", "kernels"}
 BELOW["compression"] = {"errors", "topo", "kernels"}
 BELOW["transport"] = {"errors", "topo", "compression", "planner", "faults", "kernels"}
 BELOW["engine"] = BELOW["transport"] | {"transport", "rules"}
@@ -64,8 +65,8 @@ BELOW["sim"] = BELOW["engine"] | {"engine", "optim", "arguments", "gradients"}
 BELOW["cli"] = BELOW["logging"] | {"logging", "sim", "optim", "launch", "plots", "utils", "__init__"}
 BELOW["__main__"] = BELOW["cli"] | {"cli"}
 BELOW["__init__"] = {"errors"}  # other names are looked up lazily
-for _room in BELOW.keys() - {"_checks", "_sizes", "_compressions"}:
-    BELOW[_room] = BELOW[_room] | {"_checks", "_sizes", "_compressions"}
+for _room in BELOW.keys() - {"_checks", "_dtensors", "_sizes", "_compressions"}:
+    BELOW[_room] = BELOW[_room] | {"_checks", "_dtensors", "_sizes", "_compressions"}
 BELOW["_compressions"] = {"_checks"}
 
 MAY_IMPORT_DISTRIBUTED = {"transport", "launch", "checkpoint", "cli", "integrations"}
@@ -247,7 +248,7 @@ def test_the_core_needs_torch_and_numpy_alone():
 
 
 # Users choose the names of their subclasses' attributes, so a topology's own are underscored.
-TOPOLOGYS = {"_at_most_every", "_checked", "_rank", "_edges_ahead", "_final_part", "_next_mix", "_spread", "_time"} | {
+TOPOLOGYS = {"_checked", "_rank", "_edges_ahead", "_final_part", "_next_mix", "_spread", "_time"} | {
     "_pull",
     "_replica_weights",
     "_share",
@@ -286,7 +287,7 @@ def test_files_have_at_most_600_lines():
 
 # Lines of a room at most. The goals are lower (transport 3,200, membership 1,100, replica 2,900, engine 1,000, checkpoint
 # 1,900): these numbers only shrink.
-LINES = {"transport": 8909, "membership": 1813, "replica": 5630, "engine": 1007, "checkpoint": 2557, "integrations": 1893}
+LINES = {"transport": 8909, "membership": 1813, "replica": 5587, "engine": 994, "checkpoint": 2557, "integrations": 1893}
 
 
 @pytest.mark.parametrize("room", LINES)
@@ -425,19 +426,19 @@ def old_shape(callable_: Any) -> str:
 
 
 PUBLIC = {
-    "": """AccumAdam AccumAdamW Anticipation AveragedReplica CheckpointError DecentralizedDataParallel DisagreementError
-        DriftCorrection Edge GASLoC Gossip GossipAdamW NonFiniteError OutOfStepError OuterNesterov PeerError PeerLostError
-        PeerTimeoutError Preemption RosterSampler Rule Saving Stats Tolerate Topology TopologyReg WireError calibrate
-        export gossip initialize_dist join latest load read_parameters save""",
+    "": """AccumAdam AccumAdamW AveragedReplica CheckpointError DecentralizedDataParallel DisagreementError Edge GASLoC Gossip
+        GossipAdamW MomentumTracking NonFiniteError OutOfStepError OuterNesterov PeerError PeerLostError PeerTimeoutError
+        Preemption RosterSampler Rule Saving Stats Tolerate Topology TopologyReg WireError calibrate export gossip
+        initialize_dist join latest load read_parameters save""",
     ".checkpoint": "AveragedReplica Preemption Saving calibrate export latest load read_parameters save",
     ".ddp": "LR_SCHEDULER_FN_TYPE OPTIM_FN_TYPE DecentralizedDataParallel Stats",
     ".errors": """CheckpointError DisagreementError NonFiniteError OutOfStepError PeerError PeerLostError PeerTimeoutError
         WireError""",
     ".launch": "Launch initialize_dist read_environment spawn",
     ".logging": "Recorder publish",
-    ".optim": """AccumAdam AccumAdamW GossipAdamW SharesStatistics accum_adam_foreach accum_adamw_foreach
-        lr_scheduler_fn_cosine_with_warmup optim_fn_accum_adam optim_fn_accum_adamw optim_fn_adam optim_fn_adamw""",
-    ".rules": "Anticipation DriftCorrection GASLoC Gossip OuterNesterov Round Rule",
+    ".optim": """AccumAdam AccumAdamW GossipAdamW accum_adam_foreach accum_adamw_foreach lr_scheduler_fn_cosine_with_warmup
+        optim_fn_accum_adam optim_fn_accum_adamw optim_fn_adam optim_fn_adamw""",
+    ".rules": "GASLoC Gossip MomentumTracking OuterNesterov Round Rule",
     ".topo": """AlternatingExpRingTopology BaseTwoTopology CompleteTopology Edge EveryTopology GraphTopology
         HierarchicalTopology OnePeerExpTopology RandomMatchingTopology RingTopology SwitchTopology Topology TopologyReg
         make_topology""",

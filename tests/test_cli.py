@@ -417,8 +417,8 @@ BAD = {
     "simulate --topology ring -n 4 --steps 0": "Invalid value for '--steps'",
     "simulate --topology ring -n 4 --batch 0": "Invalid value for '--batch'",
     "simulate --topology ring -n 4 --mix-every 0": "Invalid value for '--mix-every'",
-    "simulate --topology ring -n 4 --mix-every 2 --drift-correction": "Use mix_every=1",
-    "simulate --topology complete -n 4 --compression int8 --drift-correction": "groups of 4 workers",
+    "simulate --topology ring -n 4 --momentum-tracking": "optimizer='gossip-adamw' or 'momentum', and it is 'adamw'",
+    "simulate --topology ring -n 4 --momentum-tracking --optimizer sgd": "and it is 'sgd'",
     "simulate --topology ring -n 4 --seed -1": "Invalid value for '--seed'",
     "simulate --topology ring -n 4 --seed 9223372036854775808": "Invalid value for '--seed'",
     "simulate --topology ring -n 4 --batch 100000000": "write --batch 262144 or less",
@@ -592,10 +592,10 @@ def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch, fault):
 
 
 @pytest.mark.slow
-def test_simulate_corrects_drifts(capsys):
+def test_simulate_tracks_momenta(capsys):
     """With uneven data the replicas are closer together."""
     distances = []
-    for more in ([], ["--drift-correction"]):
+    for more in ([], ["--momentum-tracking"]):
         given = [
             "simulate",
             "--topology",

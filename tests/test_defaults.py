@@ -17,7 +17,7 @@ import decent_dp
 from decent_dp.checkpoint import AveragedReplica, calibrate, export, load, save
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.optim import AccumAdam, AccumAdamW, optim_fn_accum_adamw, optim_fn_adamw
-from decent_dp.rules import Anticipation, DriftCorrection, GASLoC, OuterNesterov
+from decent_dp.rules import GASLoC, MomentumTracking, OuterNesterov
 from decent_dp.sim import Simulation, run
 from decent_dp.sim.datasets import digits
 from tests.helpers import SGD, seed_cpu
@@ -66,7 +66,7 @@ CASES = {
     "plain": Case(),
     "adamw, complete": Case(ADAMW, {"topology": "complete"}, torchs=True),
     "gossip-adamw": Case(GOSSIP_ADAMW, rounds=True),
-    "gossip-adamw, complete, drift": Case(GOSSIP_ADAMW, {"topology": "complete", "rule": DriftCorrection()}, rounds=True),
+    "gossip-adamw, complete, tracking": Case(partial(GOSSIP_ADAMW, tracking=True), {"topology": "complete"}, rounds=True),
     "accum-adamw, int8": Case(partial(AccumAdamW, lr=0.01, accum_iter=2), {"compression": "int8"}),
     "accum-adam, bfloat16": Case(partial(AccumAdam, lr=0.01, accum_iter=2), {"compression": "bfloat16", "mix_every": 2}),
     "low-rank": Case(SGD, {"compression": "low-rank:2", "topology": "one-peer-exp"}),
@@ -75,7 +75,7 @@ CASES = {
         SGD, {"compression": "int8", "topology": "complete", "rule": OuterNesterov(), "mix_every": 2}
     ),
     "gasloc": Case(SGD, {"topology": "complete", "rule": GASLoC(), "mix_every": 2}),
-    "anticipation": Case(SGD, {"topology": "ring", "rule": Anticipation(), "overlap": True}),
+    "tracking": Case(SGD, {"topology": "ring", "rule": MomentumTracking(), "overlap": True}),
     "synchronous": Case(SGD, {"overlap": False}),
     "faults": Case(GOSSIP_ADAMW, TOLERANT, rounds=True, fast=True),
 }

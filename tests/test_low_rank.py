@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 import decent_dp
 from decent_dp import DecentralizedDataParallel
-from decent_dp._sizes import statistics_interval
 from decent_dp.compression import FlatTensor, LowRank, MessageId, check_compression
-from decent_dp.engine.layout import TensorSpec, message_share
+from decent_dp.engine.layout import TensorSpec
 from decent_dp.errors import DisagreementError
 from decent_dp.sim import VirtualCluster
 from decent_dp.topo import Edge, Topology, make_topology
@@ -497,20 +496,13 @@ def test_meetings_and_groups_of_topologies():
     assert make_topology("ring:5,complete", local_world_size=1, world_size=8, rank=0).every(3).largest_group() == 8
 
 
-def test_statistics_of_optimizers_stay_a_small_part_of_the_bytes():
-    """They are exchanged more rarely where messages are shorter; with real workers and in the simulator alike."""
+def test_tracked_momenta_beside_projections_are_sent_as_int8():
+    """With real workers and in the simulator alike."""
     shape = (64, 48)
-    spec = TensorSpec.of("x", torch.zeros(shape))
-    intervals = {}
-    for name, sent in ((None, 4 * 64 * 48), ("int8", 64 * 48), ("low-rank:2", 2 * 4 * 56), ("low-rank:1,int8", 56)):
-        share = message_share([spec], check_compression(name))
-        assert share == pytest.approx(sent / (4 * 64 * 48))
-        intervals[name] = statistics_interval(4, share)
-    assert intervals == {None: 4, "int8": 4, "low-rank:2": 16, "low-rank:1,int8": 64}
 
     def work(at: InProcessTransport) -> int:
         model = nn.Linear(48, 64, bias=False)
-        optimizer = decent_dp.GossipAdamW(model.parameters(), lr=0.01)
+        optimizer = decent_dp.GossipAdamW(model.parameters(), lr=0.01, tracking=True)
         replica = decent_dp.gossip(model, optimizer, topology="one-peer-exp", compression="low-rank:2", transport=at)
         for t in range(25):
             draw = torch.Generator().manual_seed(t)
@@ -522,7 +514,7 @@ def test_statistics_of_optimizers_stay_a_small_part_of_the_bytes():
 
     cluster = VirtualCluster(
         nn.Linear(48, 64, bias=False),
-        partial(decent_dp.GossipAdamW, lr=0.01),
+        partial(decent_dp.GossipAdamW, lr=0.01, tracking=True),
         "one-peer-exp",
         2,
         loss_fn=lambda model, x: model(x).square().mean(),
@@ -531,8 +523,9 @@ def test_statistics_of_optimizers_stay_a_small_part_of_the_bytes():
     for _ in range(25):
         cluster.step(torch.randn(2, 4, 48))
     assert set(run_replicas(2, work)) == {cluster.bytes_sent // 2}
-    exchanges = 13 * 2 * 4 * 64 + 12 * 2 * 4 * 48 + 25 * 8  # both sides in turn, and the digests
-    assert cluster.bytes_sent // 2 == exchanges + 3 * 4 * sum(shape)
+    projections = 13 * 2 * 4 * 64 + 12 * 2 * 4 * 48 + 25 * 8  # both sides in turn, and the digests
+    momenta = cluster.bytes_sent // 2 - projections
+    assert 25 * 64 * 48 <= momenta <= 1.02 * 25 * 64 * 48
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)

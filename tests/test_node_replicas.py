@@ -20,7 +20,7 @@ import decent_dp
 from decent_dp.errors import PeerLostError
 from decent_dp.optim import GossipAdamW
 from decent_dp.replica.nodes import agree_on_nodes, why_no_node
-from decent_dp.rules import DriftCorrection, OuterNesterov
+from decent_dp.rules import MomentumTracking, OuterNesterov
 from decent_dp.sim import VirtualCluster
 from decent_dp.transport import is_of_network, run_replicas
 from tests.helpers import assert_same
@@ -53,9 +53,9 @@ CASES = {
     "bfloat16": Case({"compression": "bfloat16"}, tolerance=0.02),
     "int8": Case({"compression": "int8", "overlap": False}, tolerance=0.05, steps=15),
     "low-rank": Case({"compression": "low-rank:4"}, tolerance=0.05, steps=15),
-    # Statistics are rows and columns of whole matrices.
     "gossip-adamw": Case({}, partial(GossipAdamW, lr=0.01), clip=0.3, steps=11),
-    "drift": Case({"rule": DriftCorrection()}, ADAMW),
+    "tracking": Case({}, partial(GossipAdamW, lr=0.01, tracking=True), clip=0.3),
+    "tracking, sgd": Case({"rule": MomentumTracking(), "topology": "complete"}),
 }
 
 
@@ -98,8 +98,8 @@ def body(rank: int, n: int, plan: list[tuple[int, int, str]]) -> list[Any]:
 
 
 PLANS = [
-    pytest.param(4, [(2, 2, name) for name in ("base-2", "window", "outer", "int8", "gossip-adamw")], id="2x2, some"),
-    pytest.param(6, [(3, 2, name) for name in ("ring", "drift")], id="3x2, some"),
+    pytest.param(4, [(2, 2, name) for name in ("base-2", "window", "outer", "int8", "tracking, sgd")], id="2x2, some"),
+    pytest.param(6, [(3, 2, name) for name in ("ring", "tracking")], id="3x2, some"),
     pytest.param(4, [(2, 2, name) for name in CASES], id="2x2", marks=pytest.mark.slow),
     pytest.param(6, [(3, 2, name) for name in CASES if name != "one-peer-exp"], id="3x2", marks=pytest.mark.slow),
     pytest.param(6, [(2, 3, name) for name in CASES], id="2x3", marks=pytest.mark.slow),
@@ -169,7 +169,7 @@ UNEVEN = {
     "momentum": (Case({"topology": "complete"}), [(5, 3), (2, 0)]),
     "adamw": (Case({}, ADAMW, clip=0.3), [(1, 4), (4, 4)]),
     "scaled": (Case({"mix_every": 2}, scaled=True), [(0, 3), (5, 5)]),
-    "statistics": (Case({}, partial(GossipAdamW, lr=0.01)), [(6, 8), (8, 2)]),
+    "tracking": (Case({}, partial(GossipAdamW, lr=0.01, tracking=True)), [(6, 8), (8, 2)]),
 }
 
 
@@ -264,9 +264,7 @@ def makes(rank: int, n: int) -> list[str]:
         {"inner": 2, "process_group": [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]},
         {"inner": 4},
         {"inner": 2, "replica": "worker"},
-        {"local_world_size": 2, "rule": DriftCorrection(), "optimizer": GossipAdamW},
-        {"local_world_size": 2, "rule": DriftCorrection(), "optimizer": GossipAdamW, "replica": "node"},
-        {"local_world_size": 2, "rule": DriftCorrection()},
+        {"local_world_size": 2, "rule": MomentumTracking(), "optimizer": GossipAdamW},
         {"local_world_size": 2, "replica": "node" if rank < 2 else "worker"},
     ]
     groups = {2: [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2], 4: None}
@@ -303,8 +301,6 @@ def test_what_is_a_replica(workers):
     assert [next(texts) for _ in range(3)] == [each, nodes, nodes]
     assert "over 4 of 4 workers, which averages its gradients: that is one replica" in next(texts)
     assert "over 2 of 4 workers, which averages its gradients, and replica='worker' was given" in next(texts)
-    assert next(texts) == each
-    assert "with DriftCorrection, GossipAdamW needs the drift of whole parameters" in next(texts)
     assert next(texts) == nodes
     assert "worker 0 can be of a node, and worker 2 cannot" in next(texts)
 
@@ -525,8 +521,8 @@ def test_only_errors_of_the_network_are_those_of_a_lost_worker(error, wanted):
 
 def test_parameters_on_the_cpu_are_not_averaged_by_nccl():
     model, with_nccl, with_gloo = Odd(0), SimpleNamespace(only_cuda=True), SimpleNamespace(only_cuda=False)
-    assert "is on the CPU, and NCCL" in why_no_node(model, [], None, with_nccl)
-    assert why_no_node(model, [], None, with_gloo) == ""
+    assert "is on the CPU, and NCCL" in why_no_node(model, with_nccl)
+    assert why_no_node(model, with_gloo) == ""
 
 
 def timeouts(rank: int, n: int) -> float:

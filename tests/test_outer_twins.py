@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from decent_dp.compression import Lossless
-from decent_dp.rules import Anticipation, DriftCorrection, GASLoC, Gossip, OuterNesterov, Rule
+from decent_dp.rules import GASLoC, Gossip, MomentumTracking, OuterNesterov, Rule
 from decent_dp.sim.exchange import SpreadExchange
 from decent_dp.transport import run_replicas
 from tests.rule_cases import MomentumGossip, Scaled
@@ -20,7 +20,7 @@ from tests.sim_cases import OPTIMIZERS, STEPS, Case, compare, make_topology, tra
 from tests.test_sim_exact import hold
 
 OUTER, SLOW = OuterNesterov(momentum=0.6), OuterNesterov(lr=0.5, momentum=0.6)
-DRIFT = DriftCorrection(gain=0.4, decay=0.8)
+TRACKING = MomentumTracking()
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,16 @@ CASES = [
     case("varying", "mlp", "adamw", compression="int8", overlap=False),
     # More than one run in a parameter.
     case("varying", "wide", "sgd", SLOW, compression="int8"),
-    # Corrections of drifts, also of workers that sit a round out.
-    case("varying", "mlp", "momentum", DRIFT),
-    case("ring", "conv", "adamw", DRIFT, overlap=False),
-    case("complete", "mlp", "sgd", DRIFT, dtype="float32"),
-    case("one-peer-exp", "mlp", "sgd", DRIFT, compression="bfloat16"),
-    case("ring", "wide", "sgd", DRIFT, compression="int8"),
-    case("varying", "mlp", "momentum", Anticipation()),
-    case("one-peer-exp", "wide", "sgd", Anticipation(0.5), compression="int8"),
+    # Tracked momenta, also of workers that sit a round out.
+    case("varying", "mlp", "momentum", TRACKING),
+    case("ring", "conv", "momentum", TRACKING, overlap=False),
+    case("complete", "mlp", "momentum", TRACKING, dtype="float32"),
+    case("one-peer-exp", "mlp", "momentum", TRACKING, compression="bfloat16"),
+    case("ring", "wide", "momentum", TRACKING, compression="int8"),
+    case("varying", "unused", "momentum", MomentumTracking(ahead=0), mix_every=2),
     # Accelerated gossip, in turns and with workers that sit out.
     case("varying", "mlp", "sgd", GASLoC(0.8, 0.3), mix_every=2),
-    case("one-peer-exp", "mlp", "sgd", Anticipation(), compression="low-rank:2,int8"),
+    case("one-peer-exp", "mlp", "momentum", TRACKING, compression="low-rank:2,int8"),
     # Rules of users, one with a proposal of its own.
     case("varying", "mlp", "momentum", MomentumGossip(0.3)),
     case("complete", "mlp", "sgd", MomentumGossip(0.5), compression="int8", mix_every=2),

@@ -369,7 +369,7 @@ def test_a_gpu_that_is_not_there(monkeypatch, name):
     "changed",
     [
         {},
-        {"optimizer": "gossip-adamw", "drift_correction": True, "grad_clip_norm": 1.0},
+        {"optimizer": "gossip-adamw", "momentum_tracking": True, "grad_clip_norm": 1.0},
         {"optimizer": "accum-adamw", "compression": "int8", "mix_every": 2},
         {"optimizer": "momentum", "compression": "bfloat16", "topology": "complete", "overlap": False},
     ],

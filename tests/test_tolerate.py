@@ -27,7 +27,7 @@ from benchmarks import slow_faults
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import NonFiniteError, PeerLostError
 from decent_dp.replica import replica as replica_module
-from decent_dp.rules import DriftCorrection, OuterNesterov
+from decent_dp.rules import MomentumTracking, OuterNesterov
 from decent_dp.transport import InProcessTransport, run_replicas
 from decent_dp.transport.peer_link import LinkState
 from tests.helpers import SGD, assert_same, loss, net, values
@@ -82,7 +82,6 @@ def refused(rank: int, n: int, case: str) -> Any:
         "type": ("gossip", {"faults": 10.0}),
         "groups": ("gossip", {"topology": "complete"}),
         "groups later": ("wrapper", {"topology": "ring:3,complete"}),
-        "rule": ("gossip", {"rule": DriftCorrection()}),
         "differ": ("wrapper", {"faults": decent_dp.Tolerate(dead_after=5.0 + rank)}),
     }[case]
     return error_of(lambda: make(rank, kind, **options))
@@ -94,7 +93,6 @@ def refused(rank: int, n: int, case: str) -> Any:
         ("type", r"faults must be None or a decent_dp.Tolerate, such as Tolerate\(dead_after=10.0\), got 10.0"),
         ("groups", "faults=Tolerate(...) needs a topology of pairs"),
         ("groups later", "mixes groups of 3"),
-        ("rule", "does not go with DriftCorrection"),
         ("differ", "faults is {'dead_after': 5.0"),
     ],
 )
@@ -143,6 +141,8 @@ CASES = [
     ("gossip", {"overlap": False, "compression": "bfloat16"}),
     ("wrapper", {"topology": "ring"}),
     ("wrapper", {"compression": "int8", "mix_every": 2}),
+    ("gossip", {"rule": MomentumTracking()}),
+    ("wrapper", {"rule": MomentumTracking(), "compression": "int8"}),
 ]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 EACH_CASE = pytest.mark.parametrize(("kind", "options"), [CASES[1], *SLOW])
@@ -470,7 +470,7 @@ def is_late(rank: int, n: int, kind: str, options: dict[str, Any], path: str) ->
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("wrapper", {"bucket_size_in_mb": 0}), ("gossip", {"compression": "int8"})],
+    [("wrapper", {"bucket_size_in_mb": 0}), ("gossip", {"compression": "int8"}), ("gossip", {"rule": MomentumTracking()})],
 )
 @pytest.mark.slow
 def test_a_late_worker_goes_on_with_the_others_and_all_save(workers, tmp_path, kind, options):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu.case import ALONE, GOSSIP, SINGLE, SkipError, Worker, case, raised
-from decent_dp.rules import DriftCorrection, OuterNesterov
+from decent_dp.rules import MomentumTracking, OuterNesterov
 from decent_dp.sim import Simulation, VirtualCluster, run
 from decent_dp.sim import experiment as experiments
 from decent_dp.sim.datasets import Data, digits
@@ -43,7 +43,7 @@ def data() -> str:
 SETTINGS: dict[str, dict[str, Any]] = {
     "AdamW": {},
     "SGD, clipping": {"optimizer": "sgd", "grad_clip_norm": 0.5, "overlap": False},
-    "GossipAdamW, drift correction": {"optimizer": "gossip-adamw", "drift_correction": True, "alpha": 0.3},
+    "GossipAdamW, momentum tracking": {"optimizer": "gossip-adamw", "momentum_tracking": True, "alpha": 0.3},
     "AccumAdamW, mix_every": {"optimizer": "accum-adamw", "mix_every": 2},
     "bfloat16, complete": {"compression": "bfloat16", "topology": "complete", "optimizer": "momentum"},
     "int8": {"compression": "int8", "optimizer": "momentum"},
@@ -96,9 +96,9 @@ def cluster(worker: Worker) -> str:
         "one pass": {},
         "the loop": {"vectorize": False},
         "outer": {"rule": OuterNesterov(), "mix_every": 2, "topology": "complete"},
-        "drift": {"rule": DriftCorrection()},
+        "tracking": {"rule": MomentumTracking()},
         "a scaler": {"scaler": True},
-        "deaths": {"deaths": True},
+        "deaths": {"rule": MomentumTracking(), "deaths": True},
     }
     worst = 0.0
     for name, options in variants.items():

@@ -86,16 +86,17 @@ def params_of(device: torch.device) -> list[nn.Parameter]:
     return params
 
 
-# The optimizer, and the bytes per parameter that an update must move: the mean over a window, or over four steps.
+# The optimizer, and the bytes per parameter that an update must move: the mean over a window.
 OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], float]] = {
     "torch AdamW, fused": (partial(torch.optim.AdamW, fused=True), 28),
     "AccumAdamW": (AccumAdamW, 30),
-    "GossipAdamW": (GossipAdamW, 30),
+    "GossipAdamW": (GossipAdamW, 28),
+    "GossipAdamW, tracking": (partial(GossipAdamW, tracking=True), 36),
 }
 
 
 def time_optimizer(name: str, worker: Worker) -> str:
-    """Four updates each: one of them ends a window, or renews statistics (which read the gradient and the momentum again)."""
+    """Four updates each: one of them ends a window of AccumAdamW."""
     need_gpu(worker)
     make, nbytes = OPTIMIZERS[name]
     params = params_of(worker.device)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from benchmarks.gpu.case import PAIR, THREADS, TRIO, SkipError, Worker, case
 from benchmarks.gpu.training import SGD, Script, compare, library, mix, mlp, run_library, topology_of, values
 from decent_dp.optim import AccumAdamW, GossipAdamW
-from decent_dp.rules import Anticipation, DriftCorrection, GASLoC, OuterNesterov
+from decent_dp.rules import GASLoC, MomentumTracking, OuterNesterov
 
 STEPS = 8
 # Of a bfloat16: the distance to the next value, relative.
@@ -183,9 +183,13 @@ TO_THE_CPU: dict[str, Script] = {
     ),
     "AccumAdamW": Script(optimizer=_ACCUM_ADAMW, tolerance=1e-4),
     "AccumAdamW, clipping": Script(optimizer=_ACCUM_ADAMW, clip=0.2, tolerance=1e-4),
-    "DriftCorrection": Script(optimizer=_GOSSIP_ADAMW, options={"rule": DriftCorrection()}, tolerance=1e-3),
-    "DriftCorrection, SGD": Script(options={"rule": DriftCorrection()}, tolerance=1e-4),
-    "Anticipation": Script(options={"rule": Anticipation()}, tolerance=1e-4),
+    "MomentumTracking": Script(
+        make=broad, optimizer=partial(_GOSSIP_ADAMW, tracking=True), options={"rule": MomentumTracking()}, tolerance=1e-3
+    ),
+    "MomentumTracking, SGD": Script(options={"rule": MomentumTracking()}, tolerance=1e-4),
+    "MomentumTracking, SGD, int8": Script(
+        make=broad, options={"rule": MomentumTracking(), "compression": "int8"}, tolerance=2e-2
+    ),
     "GASLoC": Script(options={"rule": GASLoC(), "mix_every": 2}, tolerance=1e-4),
 }
 

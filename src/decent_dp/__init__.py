@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from decent_dp.launch import initialize_dist
     from decent_dp.membership import join
     from decent_dp.optim import AccumAdam, AccumAdamW, GossipAdamW
-    from decent_dp.rules import Anticipation, DriftCorrection, GASLoC, OuterNesterov, Rule
+    from decent_dp.rules import GASLoC, MomentumTracking, OuterNesterov, Rule
     from decent_dp.topo import Edge, Topology, TopologyReg
 
 __version__ = "1.0.0rc1"
@@ -48,16 +48,15 @@ __version__ = "1.0.0rc1"
 __all__ = [
     "AccumAdam",
     "AccumAdamW",
-    "Anticipation",
     "AveragedReplica",
     "CheckpointError",
     "DecentralizedDataParallel",
     "DisagreementError",
-    "DriftCorrection",
     "Edge",
     "GASLoC",
     "Gossip",
     "GossipAdamW",
+    "MomentumTracking",
     "NonFiniteError",
     "OutOfStepError",
     "OuterNesterov",
@@ -104,7 +103,7 @@ _NAMES = {
     "launch": ("initialize_dist",),
     "membership": ("join",),
     "optim": ("AccumAdam", "AccumAdamW", "GossipAdamW"),
-    "rules": ("Anticipation", "DriftCorrection", "GASLoC", "OuterNesterov", "Rule"),
+    "rules": ("GASLoC", "MomentumTracking", "OuterNesterov", "Rule"),
     "topo": ("Edge", "Topology", "TopologyReg"),
 }
 _HOMES = {name: f"decent_dp.{home}" for home, names in _NAMES.items() for name in names}

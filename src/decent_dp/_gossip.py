@@ -27,9 +27,11 @@ from decent_dp._sizes import MIB
 from decent_dp.arguments import check_model, check_scaler
 from decent_dp.engine import Bucket
 from decent_dp.faults import Tolerate, check_faults
+from decent_dp.optim.tracking import rule_for
 from decent_dp.replica.construction import Agreement, Arguments, Settings, workers_per_node
 from decent_dp.replica.live import start_replica
 from decent_dp.replica.module_hooks import called_first
+from decent_dp.replica.momenta import Momenta
 from decent_dp.replica.node_gradients import NodeGradients
 from decent_dp.replica.nodes import describe_node, why_no_node
 from decent_dp.replica.optimizer_guards import check_optimizers, options_of, refuse_hidden_state, signature_of
@@ -37,7 +39,6 @@ from decent_dp.replica.optimizer_state import has_own_state_dict, load_optimizer
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.scaler_hook import ScalerHook, is_inner_step, refuse_other_scaler
 from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, mesh_of, ranks_of_mesh, refuse_stale_backward, reshard
-from decent_dp.replica.shared_statistics import Statistics, sharing
 from decent_dp.replica.shares import Shares, UnevenNode
 from decent_dp.replica.snapshot import (
     ENGINE_ENTRIES,
@@ -133,17 +134,16 @@ def gossip(
         on_node = workers_per_node("local_world_size", local_world_size)
         check_transport(transport)
         optimizers.extend(_checked(model, optimizer))
-        why = why_no_node(model, optimizers, rule, opened)
+        why = why_no_node(model, opened)
         mesh = describe_mesh(model) or describe_node(replica, topology, opened, on_node, ranks_in(inner, process_group), why)
         return Arguments(
             Settings(bucket_size_in_mb, bool(overlap), check_scaler(scaler) is not None, compression, mix_every),
             topology,
-            check_rule(rule),
+            rule_for(check_rule(rule), optimizers),
             on_node,
             {"optimizers": signature_of(optimizers, model), "encrypt": check_encrypt(encrypt)},
             mesh,
             options_of(optimizers, model),
-            sharing(optimizers),
             check_faults(faults),
             None if weight is None else check_number("weight", weight, "a positive number of samples or tokens", above=0.0),
         )
@@ -202,8 +202,7 @@ class Gossip(Replica):
         scaler: torch.amp.GradScaler | None,
     ) -> None:
         super().__init__(model, transport, agreed)
-        self.optimizers = list(optimizers)
-        self.scaler = scaler
+        self.optimizers, self.scaler = list(optimizers), scaler
         # Steps of each optimizer since the last round, including skipped ones, and whether any of them was taken.
         self._stepped = [0] * len(self.optimizers)
         self._taken = False
@@ -214,8 +213,8 @@ class Gossip(Replica):
         # Each optimizer's parameters at the call; referenced, so that no other object gets one of their ids.
         self._params_at_call = [params_of(optimizer) for optimizer in self.optimizers]
         self.tell_optimizers(range(self.peers.world_size))
-        names = {id(param): name for name, param in model.named_parameters()}
-        self.statistics = Statistics(self.optimizers, names, self.shares)
+        names = dict(zip(map(id, self.parameters.params), self.parameters.names, strict=True))
+        self.momenta = Momenta(self.optimizers, names, agreed.rule, self.shares)
         self.use_buckets(self._lay_out())
         self.hooks += [optimizer.register_step_post_hook(self._after_step(i)) for i, optimizer in enumerate(self.optimizers)]
         self.gradients: NodeGradients | None = None
@@ -299,6 +298,7 @@ class Gossip(Replica):
             self._round(step=True)
 
     def mix_only(self) -> None:
+        self.momenta.rest()
         self._round(step=False)
 
     @contextlib.contextmanager
@@ -335,7 +335,7 @@ class Gossip(Replica):
             if uneven.behind:
                 saved = shares.broadcast(self.saved_entries()["optim"], uneven.source)
                 self.load_optimizers({"optim": saved}, contextlib.ExitStack())
-                self.statistics.locate()  # the same values in other tensors, to which what is in flight belongs, too
+                self.momenta.follow_loads(trusted=True)  # the same values, to which what is in flight belongs, too
                 if self.scaler is not None:
                     self.scaler.load_state_dict(saved["scaler"])
 
@@ -351,7 +351,7 @@ class Gossip(Replica):
         if not follows:
             uneven.meet(f"a {'step' if step else 'round'}{', taken' if self._taken else ''}")
         if uneven.some_are_out:
-            shares.group.broadcast([*self.parameters.params, *self.statistics.whole], uneven.source)
+            shares.group.broadcast([*self.parameters.params, *self.momenta.whole], uneven.source)
 
     def _round(self, *, step: bool, follows: bool = False) -> None:
         """Mixes in the exchange in flight and starts the next one."""
@@ -402,10 +402,9 @@ class Gossip(Replica):
         """Returns buckets in reverse registration order, the usual order of gradients, equal on all workers."""
         specs, limit = self.parameters.specs, self.settings.bucket_size_in_mb * MIB
         buckets = self.engine.lay_out(specs, self.parameters.locate(), range(len(specs))[::-1], limit, as_view=False)
-        found = self.statistics
-        found.locate()
-        views = self.shares is None  # shares are views already
-        return buckets + self.engine.lay_out_statistics(found.specs, found.tensors, found.every, len(buckets), as_view=views)
+        found = self.momenta
+        order = range(len(found.specs))[::-1]
+        return buckets + self.engine.lay_out_momenta(found.specs, found.tensors, order, limit, len(buckets))
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Context manager around the forwards and backwards of a window but the last: their gradients stay this worker's.
@@ -559,6 +558,7 @@ class Gossip(Replica):
     def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> list[Bucket]:
         if "optim" in snapshot:  # missing in the result of state_dict(): the user loads the optimizers
             self.load_optimizers(snapshot, undo)
+        self.momenta.follow_loads(trusted=True)
         return self._lay_out()
 
     def install(self, snapshot: Mapping[str, Any], buckets: list[Bucket]) -> None:

@@ -34,9 +34,9 @@ from decent_dp.gradients import EndOfBackward, GradientPolicy
 from decent_dp.replica.consistency import broadcast_object, check_consistency, worker_counts
 from decent_dp.replica.construction import Agreement
 from decent_dp.replica.module_hooks import state_names
+from decent_dp.replica.momenta import Momenta
 from decent_dp.replica.optimizer_guards import Options, options_of, refuse_hidden_state, warn_of_rates
 from decent_dp.replica.replica import Replica, Stats
-from decent_dp.replica.shared_statistics import Statistics, refuse_isolated, sharing
 from decent_dp.replica.snapshot import check_scaler_state, copied, first_loss_scale
 from decent_dp.transport import Transport
 
@@ -160,7 +160,7 @@ class BackwardReplica(Replica):
         self._bucket_of: list[int] = []
         # Between prepare_load and install.
         self._loaded: list[Unit] = []
-        self._loaded_statistics = self.statistics
+        self._loaded_momenta = self.momenta
         # Per bucket, the number of parameters whose gradients have not arrived in this backward.
         self._missing: list[int] = []
         # The CUDA stream of this backward's gradients, per device, and whether a device has ever had several.
@@ -337,6 +337,7 @@ class BackwardReplica(Replica):
     def mix_only(self) -> None:
         """Makes one round without a step; gradients stay."""
         with self._lock:
+            self.momenta.rest()
             self._update(step=False, keep=True)
 
     @property
@@ -362,7 +363,7 @@ class BackwardReplica(Replica):
             step = step and self.policy.allows_step()
             while self._next < len(self.units):
                 self._update_next(step=step, keep=keep)
-            self._mix_statistics()
+            self._mix_momenta()
             if not self.settings.overlap:
                 for unit in self.units:
                     self.engine.finish(unit.bucket, unit.edit).raise_if_failed()
@@ -372,8 +373,8 @@ class BackwardReplica(Replica):
             self.window = Window.IDLE
         self.notify_listeners()
 
-    def _mix_statistics(self) -> None:
-        """Exchanges the optimizers' statistics, after all of them have stepped."""
+    def _mix_momenta(self) -> None:
+        """Exchanges the tracked momenta, after all of them have stepped."""
         for bucket in self.engine.buckets[len(self.units) :]:
             if self.settings.overlap:
                 self.engine.finish_due(bucket).raise_if_failed()
@@ -419,27 +420,25 @@ class BackwardReplica(Replica):
         first: list[int] = broadcast_object(control, rank, list(self.first_order))
         whole = list(dict.fromkeys([*first, *range(len(self.parameters.params))]))
 
-        def make() -> tuple[tuple[list[Unit], Options], dict[str, Any]]:
+        def make() -> tuple[tuple[list[Unit], Momenta, list[Bucket], Options], dict[str, Any]]:
             if self._may_be_scaled:
                 refuse_scaled_loss()
             units = self._builder.lay_out(whole)
             optimizers = [unit.optimizer for unit in units]
-            refuse_isolated(sharing(optimizers), self.topology)
             options = options_of(optimizers, self.model, [unit.scheduler for unit in units])
             if self._pending_state is not None:
                 load_optim_state(units, self._pending_state)
-            return (units, options), {"optimizers": options.alike}
+            return (units, *self._builder.lay_out_momenta(units, whole), options), {"optimizers": options.alike}
 
-        units, options = check_consistency(control, rank, make)
+        units, momenta, buckets, options = check_consistency(control, rank, make)
         warn_of_rates(control.gather(options.rates))
         self._pending_state = None
-        statistics, statistics_buckets = self._builder.lay_out_statistics(units)
-        self._use(units, whole, statistics)
-        self.use_buckets([*(unit.bucket for unit in units), *statistics_buckets])
+        self._use(units, whole, momenta)
+        self.use_buckets([*(unit.bucket for unit in units), *buckets])
 
-    def _use(self, units: list[Unit], order: list[int] | None, statistics: Statistics) -> None:
+    def _use(self, units: list[Unit], order: list[int] | None, momenta: Momenta) -> None:
         """Replaces all units."""
-        self.units, self._order, self.statistics = units, order, statistics
+        self.units, self._order, self.momenta = units, order, momenta
         self.optimizers[:] = [unit.optimizer for unit in units]
         self.schedulers[:] = [unit.scheduler for unit in units]
         self.edits = {unit.bucket.number: unit.edit for unit in units}
@@ -530,22 +529,23 @@ class BackwardReplica(Replica):
 
     def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> list[Bucket]:
         """Calls the factories again, so that a snapshot fits any bucket size."""
-        order, numbers, self._loaded = snapshot["order"], self.parameters.numbers, []
-        if order is not None:
+        order, self._loaded = [self.parameters.numbers[name] for name in snapshot["order"] or ()], []
+        if snapshot["order"] is not None:
             if not self.units:  # present units rebind their parameters themselves
                 undo.callback(self._builder.release)
-            self._loaded = self._builder.lay_out([numbers[name] for name in order])
+            self._loaded = self._builder.lay_out(order)
             check_kinds(self._loaded, snapshot)
             load_optim_state(self._loaded, snapshot["optim"], exact=True)
-        self._loaded_statistics, buckets = self._builder.lay_out_statistics(self._loaded)
+        self._loaded_momenta, buckets = self._builder.lay_out_momenta(self._loaded, order)
+        self._loaded_momenta.follow_loads(trusted=True)
         return [*(unit.bucket for unit in self._loaded), *buckets]
 
     def install(self, snapshot: Mapping[str, Any], buckets: list[Bucket]) -> None:
         numbers, order, optim = self.parameters.numbers, snapshot["order"], snapshot["optim"]
         if self.units and not buckets:
             self._builder.release()
-        self._use(self._loaded, None if order is None else [numbers[name] for name in order], self._loaded_statistics)
-        self._loaded, self._loaded_statistics = [], Statistics([], {})
+        self._use(self._loaded, None if order is None else [numbers[name] for name in order], self._loaded_momenta)
+        self._loaded, self._loaded_momenta = [], Momenta([], {}, self.engine.rule)
         self._pending_state = None
         if order is None and optim["param_groups"]:
             rest = {key: value for key, value in optim.items() if key != "state"}

@@ -23,7 +23,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from decent_dp.backward.units import Unit
-from decent_dp.optim.statistics import SharesStatistics
 from decent_dp.replica.optimizer_state import (
     check_alike,
     check_param_states,
@@ -239,7 +238,7 @@ def _check_shapes(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping
     The state of torch's optimizers and ours is numbers, and tensors of the parameter's shape, possibly reduced to 1 along some
     dimensions. Any other shape is refused for them. The state of other optimizers may have any shape.
     """
-    regular = is_known(optimizer) and not isinstance(optimizer, SharesStatistics)  # these check their state themselves
+    regular = is_known(optimizer)
     for param in params_of(optimizer):
         name = names[id(param)]
         own = dict(_tensors(optimizer.state.get(param, {})))

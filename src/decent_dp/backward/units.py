@@ -17,9 +17,10 @@ from decent_dp._sizes import MIB
 from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, make_optimizer, make_scheduler
 from decent_dp.engine import Bucket, Edit, Engine
 from decent_dp.engine.layout import FlatBuffer
+from decent_dp.optim.tracking import rule_for
 from decent_dp.replica.construction import Settings
+from decent_dp.replica.momenta import Momenta, tell_replicas
 from decent_dp.replica.parameters import Parameters
-from decent_dp.replica.shared_statistics import Statistics, tell_replicas
 from decent_dp.topo import Edge
 from decent_dp.topo.edges import EdgeOfHook
 from decent_dp.transport import Transport
@@ -151,11 +152,20 @@ class Builder:
             self._transport.make_groups(edge for t in rounds for edge in topology.round(t))
         return units
 
-    def lay_out_statistics(self, units: Sequence[Unit]) -> tuple[Statistics, list[Bucket]]:
-        """Returns the statistics of these optimizers, and new buckets for them."""
+    def lay_out_momenta(self, units: Sequence[Unit], order: Sequence[int]) -> tuple[Momenta, list[Bucket]]:
+        """Returns the tracked momenta of these optimizers, and new buckets for them.
+
+        Raises:
+            ValueError: the momentum of an optimizer is not known, or one asks for the rule that the wrapper was not given.
+        """
+        engine, optimizers = self._engine, [unit.optimizer for unit in units]
+        if rule_for(engine.rule, optimizers) is not engine.rule:
+            raise ValueError(
+                "GossipAdamW(tracking=True) needs the rule here, too: DecentralizedDataParallel(..., rule=MomentumTracking())."
+            )
         names = dict(zip(map(id, self._parameters.params), self._parameters.names, strict=True))
-        found = Statistics([unit.optimizer for unit in units], names)
-        return found, self._engine.lay_out_statistics(found.specs, found.tensors, found.every, len(units), as_view=True)
+        found, limit = Momenta(optimizers, names, engine.rule), self._settings.bucket_size_in_mb * MIB
+        return found, engine.lay_out_momenta(found.specs, found.tensors, order if found.specs else (), limit, len(units))
 
     @torch.no_grad()
     def release(self) -> None:

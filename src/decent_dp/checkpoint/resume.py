@@ -99,7 +99,7 @@ def load(
         if len(shards[0].record.workers[0]) != replica.replicas.shards:
             tree["snapshot"]["rule"]["state"] = {}  # that of other shares: it starts anew
     try:
-        put_back(replica, completed(replica, tree["snapshot"]))
+        put_back(replica, {**completed(replica, tree["snapshot"]), "combined": not same})
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
         # A value of another kind than was saved raises any of them. Those of this library, or of a GPU without memory, are own.
         if isinstance(error, RuntimeError) and type(error).__module__ != "builtins":

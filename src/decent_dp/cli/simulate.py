@@ -50,8 +50,8 @@ def simulate(
     optimizer: Annotated[str, typer.Option(help="gossip-adamw, adamw, accum-adamw, sgd or momentum.")] = "adamw",
     compression: Annotated[str, typer.Option(help="none, bfloat16 or int8.")] = "none",
     mix_every: Annotated[int, typer.Option(help="Mix only in every h-th update.", metavar="H", min=1)] = 1,
-    drift_correction: Annotated[
-        bool, typer.Option("--drift-correction", help="With the rule DriftCorrection, for uneven data.")
+    momentum_tracking: Annotated[
+        bool, typer.Option("--momentum-tracking", help="With the rule MomentumTracking, for uneven data.")
     ] = False,
     overlap: Annotated[
         bool, typer.Option("--overlap/--no-overlap", help="Mix with the values sent in the last update.")
@@ -89,7 +89,7 @@ def simulate(
             compression=None if compression == "none" else compression,
             overlap=overlap,
             mix_every=mix_every,
-            drift_correction=drift_correction,
+            momentum_tracking=momentum_tracking,
             seed=seed,
             eval_every=max(1, steps // 10),
             device=device,

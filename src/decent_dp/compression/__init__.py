@@ -27,6 +27,7 @@ __all__ = [
     "MessageId",
     "all_finite",
     "check_compression",
+    "for_momentum",
     "part_of",
 ]
 
@@ -41,3 +42,11 @@ def check_compression(compression: object) -> type[Compression]:
     """
     rank, code = parse_compression(compression)
     return COMPRESSIONS[code] if rank is None else low_rank(rank, COMPRESSIONS[code])
+
+
+def for_momentum(compression: type[Compression]) -> type[Compression]:
+    """The compression of tracked momenta beside parameters with this one: the same, and 'int8' beside low-rank projections.
+
+    Between two mixes a momentum changes in all directions, of which a projection would take a few.
+    """
+    return Int8 if issubclass(compression, LowRank) else compression

@@ -47,10 +47,6 @@ class Blockwise(Compression):
     def code_of(cls, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which values of ``dtype`` are sent."""
 
-    @classmethod
-    def mean_bytes(cls, tensors: Sequence[FlatTensor], dtype: torch.dtype) -> float:
-        return cls.code_of(dtype).itemsize * sum(tensor.numel for tensor in tensors)
-
     @property
     def code(self) -> torch.dtype:
         return self.code_of(self.dtype)

@@ -135,11 +135,6 @@ class Compression(ABC):
     @abstractmethod
     def rejected(self) -> int: ...
 
-    @classmethod
-    @abstractmethod
-    def mean_bytes(cls, tensors: Sequence[FlatTensor], dtype: torch.dtype) -> float:
-        """The bytes of a message with these tensors, without records and padding; the mean over exchanges."""
-
     @property
     def most_nbytes(self) -> int:
         return self.nbytes

@@ -101,11 +101,6 @@ class LowRank(Compression):
         lengths = [cls.rank * (t.columns if side else t.rows) if cls._is_matrix(t) else t.numel for t in tensors]
         return [FlatTensor(tensor.index, length) for tensor, length in zip(tensors, lengths, strict=True)]
 
-    @classmethod
-    def mean_bytes(cls, tensors: Sequence[FlatTensor], dtype: torch.dtype) -> float:
-        wide = torch.promote_types(dtype, torch.float32)
-        return sum(cls.inner.mean_bytes(cls._projected(tensors, side), wide) for side in (0, 1)) / 2
-
     @property
     def _inner(self) -> Blockwise:
         return self._sides[self._side]

@@ -7,22 +7,21 @@ finish, start) or synchronous (step, start, finish). A round can also pass witho
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from decent_dp._sizes import statistics_interval
-from decent_dp.compression import Compression, Lossless, LowRank
+from decent_dp.compression import Compression, Lossless, LowRank, for_momentum
 from decent_dp.engine.bucket import Bucket, Edit, InFlight
-from decent_dp.engine.layout import FlatBuffer, TensorSpec, message_share, plan_buckets, plan_turns
+from decent_dp.engine.layout import FlatBuffer, TensorSpec, plan_turns
 from decent_dp.engine.outcome import ARRIVED, SAT_OUT, NonFinite, Outcome
 from decent_dp.errors import PeerError
-from decent_dp.rules import Gossip, Round, Rule
+from decent_dp.rules import Gossip, MomentumTracking, Round, Rule
 from decent_dp.topo import Edge, Topology
 from decent_dp.transport import ExchangeId, ExchangeRequest, PeerTable, Transport, Verdict
 
@@ -80,7 +79,7 @@ class Engine:
         self.exchanges = 0
         self.bytes_sent = 0
         self.waited = 0.0
-        # By the id of their topology: the rounds of one turn, or of the statistics, follow each other.
+        # By the id of their topology: the rounds of one turn follow each other.
         self._nonfinite: dict[int, NonFinite] = {}
         self.started: int | None = None
         # Of the buckets before the present ones.
@@ -88,8 +87,6 @@ class Engine:
         self.first_bucket = 0
         self.finished: set[Bucket] = set()
         self._warned_of_rejections = False
-        # Of the tensors that were laid out last.
-        self._message_share = 1.0
 
     @property
     def nonfinite(self) -> int:
@@ -112,31 +109,25 @@ class Engine:
             limit_bytes: upper size of a bucket.
             as_view: whether tensors become views of one flat tensor per bucket.
         """
-        self._message_share = message_share(specs, self._compression)
         first = self.first_bucket + len(self.buckets)
         return [
             Bucket(first + number, FlatBuffer(plan, tensors, as_view=as_view), self._compression, self.rule, topology)
             for number, (plan, topology) in enumerate(plan_turns(specs, order, limit_bytes, self.topology))
         ]
 
-    def lay_out_statistics(
-        self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], every: int, after: int, *, as_view: bool
+    def lay_out_momenta(
+        self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], order: Sequence[int], limit_bytes: float, after: int
     ) -> list[Bucket]:
-        """Returns new buckets for small tensors that are averaged by plain gossip and sent as they are, one per device.
+        """Returns new buckets for the tracked momenta of parameters, which are mixed in the same turns, by plain gossip.
 
         Args:
-            tensors, as_view: as of ``lay_out``.
-            every: the fewest of the parameters' exchanges to one of these.
+            specs, tensors, order, limit_bytes: as of ``lay_out``.
             after: the number of buckets that are installed before these.
         """
-        if not specs:
-            return []
-        first = self.first_bucket + len(self.buckets) + after
-        plans, topology = plan_buckets(specs, range(len(specs)), math.inf), self.topology._spread(0, 1, 1)
-        topology = topology._at_most_every(statistics_interval(every, self._message_share))
+        first, compression = self.first_bucket + len(self.buckets) + after, for_momentum(self._compression)
         return [
-            Bucket(first + number, FlatBuffer(plan, tensors, as_view=as_view), Lossless, Gossip(), topology)
-            for number, plan in enumerate(plans)
+            Bucket(first + number, FlatBuffer(plan, tensors, as_view=False), compression, Gossip(), topology)
+            for number, (plan, topology) in enumerate(plan_turns(specs, order, limit_bytes, self.topology))
         ]
 
     def count_buckets_from(self, first: int) -> None:
@@ -196,7 +187,7 @@ class Engine:
         if self._transport.rank in ranks:
             self.nonfinite_in = in_flight.round.number
         message = bucket.messages[0 if flags[0] else 1]
-        # Between two exchanges of a turn, or of statistics, are those of others, which would end a sequence of rounds left out.
+        # Between two exchanges of a turn are those of others, which would end a sequence of rounds left out.
         record = self._nonfinite.setdefault(id(bucket.topology), NonFinite(self._transport.rank_in_all))
         unmixable = record.record(in_flight, ranks, bucket, message)
         if unmixable is not None:
@@ -391,11 +382,12 @@ class Engine:
             )
 
 
-def fit_rule(rule: Rule, compression: type[Compression], topology: Topology, *, narrow: bool) -> Rule:
+def fit_rule(rule: Rule, compression: type[Compression], topology: Topology, *, narrow: bool, overlap: bool) -> Rule:
     """Returns the rule for this topology.
 
     Args:
         topology: includes ``mix_every``. ``narrow``: whether there are parameters of less than 32 bits.
+        overlap: whether an exchange ends one update after it began.
 
     Raises:
         ValueError: the compression or the rule does not work with the topology.
@@ -406,4 +398,6 @@ def fit_rule(rule: Rule, compression: type[Compression], topology: Topology, *, 
             f"their difference, and {topology!r} mixes groups of {largest}: use 'base-2', 'one-peer-exp', 'ring' or "
             "'random-matching', or another compression."
         )
+    if isinstance(rule, MomentumTracking) and not overlap:
+        rule = replace(rule, ahead=0)
     return rule.fit(topology, lossy=narrow or compression is not Lossless, partial=issubclass(compression, LowRank))

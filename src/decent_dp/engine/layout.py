@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from decent_dp._sizes import choose_sizes
-from decent_dp.compression import Compression, FlatTensor
 from decent_dp.topo import Topology
 
-__all__ = ["BucketPlan", "FlatBuffer", "Slot", "TensorSpec", "dense_stride", "message_share", "plan_buckets", "plan_turns"]
+__all__ = ["BucketPlan", "FlatBuffer", "Slot", "TensorSpec", "dense_stride", "plan_buckets", "plan_turns"]
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
@@ -82,12 +81,6 @@ class BucketPlan:
     numel: int
     dtype: torch.dtype
     device: torch.device
-
-
-def message_share(specs: Sequence[TensorSpec], compression: type[Compression]) -> float:
-    """Returns the bytes of an exchange of these tensors as a share of their own bytes; the mean over exchanges."""
-    sent = sum(compression.mean_bytes([FlatTensor(0, spec.numel, spec.rows)], spec.dtype) for spec in specs)
-    return sent / max(1, sum(spec.numel * spec.dtype.itemsize for spec in specs))
 
 
 def plan_buckets(

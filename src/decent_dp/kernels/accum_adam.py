@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .pieces import TYPES, on_device, pointer_at, quotient, root
-from .tables import numbers, table, tiles
+from .launching import launch
+from .pieces import pointer_at, quotient, root
 
 __all__ = ["update"]
 
@@ -93,33 +91,4 @@ def update(
         decoupled: the decay shrinks the parameter; otherwise it joins the gradient.
         ends: this update is the last one of a window.
     """
-    alike: dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[int, ...]]] = {}
-    for param, grad, first, second, third in rows:
-        a, b, c, d, e = param.data_ptr(), grad.data_ptr(), first.data_ptr(), second.data_ptr(), third.data_ptr()
-        key = param.dtype, grad.dtype, (a | b | c | d | e) % 16 == 0  # all aligned
-        if key not in alike:
-            alike[key] = []
-        alike[key].append((a, b, c, d, e, param.numel()))
-    device = rows[0][0].device
-    with on_device(device):
-        for (of_param, of_grad, vectors), entries in alike.items():
-            block = block or _BLOCK
-            counts = tuple([-(-entry[-1] // block) for entry in entries])
-            if not sum(counts):
-                continue
-            whole = table(device, tuple(chain.from_iterable(entries)))
-            wide = of_param == torch.float64
-            _update[(sum(counts),)](
-                whole,
-                tiles(device, counts),
-                numbers(device, values) if wide else whole,
-                *map(float, values),  # for whole numbers Triton would compile anew
-                TYPES[of_param],
-                TYPES[of_grad],
-                tl.float64 if wide else tl.float32,
-                vectors,
-                decoupled,
-                ends,
-                block,
-                num_warps=warps or _WARPS,
-            )
+    launch(_update, rows, values, decoupled, ends, block=block or _BLOCK, warps=warps or _WARPS)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["TYPES", "at_least", "at_most", "on_device", "pointer_at", "quotient", "root"]
+__all__ = ["TYPES", "on_device", "pointer_at", "quotient", "root"]
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float64: tl.float64}
 
@@ -46,14 +46,3 @@ def quotient(x, y):
     else:
         found = tl.div_rn(x, y)
     return found
-
-
-@triton.jit
-def at_least(x, low):
-    """Keeps NaN, as ``torch.clamp`` does."""
-    return tl.maximum(x, low, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def at_most(x, high):
-    return tl.minimum(x, high, propagate_nan=tl.PropagateNan.ALL)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import operator
 import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["DEVICES", "DTYPES", "aligned", "numbers", "refuse_capture", "table", "tiles", "usable"]
+__all__ = ["DEVICES", "DTYPES", "numbers", "refuse_capture", "table", "tiles", "usable"]
 
 # The tests of the kernels on Triton's interpreter add the CPU.
 DEVICES = {"cuda"}
@@ -97,8 +96,3 @@ def numbers(device: torch.device, values: Sequence[float]) -> Tensor:
     on_gpu = device.type == "cuda"
     found = torch.tensor(values, dtype=torch.float64, device="cpu", pin_memory=on_gpu)
     return found.to(device, non_blocking=on_gpu)
-
-
-def aligned(addresses: Sequence[int]) -> bool:
-    """Whether vectors of 16 bytes can be read from all of them."""
-    return functools.reduce(operator.or_, addresses, 0) % 16 == 0

@@ -6,13 +6,11 @@ from .accum import AccumAdam, AccumAdamW, accum_adam_foreach, accum_adamw_foreac
 from .factories import optim_fn_accum_adam, optim_fn_accum_adamw, optim_fn_adam, optim_fn_adamw
 from .gossip_adamw import GossipAdamW
 from .schedulers import lr_scheduler_fn_cosine_with_warmup
-from .statistics import SharesStatistics
 
 __all__ = [
     "AccumAdam",
     "AccumAdamW",
     "GossipAdamW",
-    "SharesStatistics",
     "accum_adam_foreach",
     "accum_adamw_foreach",
     "lr_scheduler_fn_cosine_with_warmup",

@@ -35,6 +35,9 @@ from decent_dp.kernels import load_numba, tables
 __all__ = [
     "Hyperparameters",
     "TensorLists",
+    "blocks",
+    "flat_row",
+    "is_dense",
     "kernel_numbers",
     "multi_tensor_accum_adam",
     "single_tensor_accum_adam",
@@ -277,16 +280,16 @@ def _rows_for_kernels(lists: TensorLists, dtypes: tuple[torch.dtype, ...]) -> tu
     others, rows = TensorLists.empty(), []
     of_state = state_dtype(lists.params[0])
     for row in zip(*lists, strict=True):
-        if _is_dense(row, dtypes, of_state):
+        if is_dense(row[:5], dtypes, of_state):
             rows.append(row[:5])
         else:
             others.append(*row)
     return rows, others
 
 
-def _is_dense(row: _Row, dtypes: tuple[torch.dtype, ...], of_state: torch.dtype) -> bool:
+def is_dense(row: _Row, dtypes: tuple[torch.dtype, ...], of_state: torch.dtype) -> bool:
     """Whether a kernel, which looks at memory rather than shapes and strides, can take the row. Called often: few reads."""
-    param, grad, first, second, third, _ = row
+    param, grad, first, second, third = row
     if type(param) not in _PLAIN or type(grad) not in _PLAIN or param.dtype not in dtypes or grad.dtype not in dtypes:
         return False
     if not (first.dtype is second.dtype is third.dtype is of_state):
@@ -304,7 +307,7 @@ def _is_dense(row: _Row, dtypes: tuple[torch.dtype, ...], of_state: torch.dtype)
         and shape == grad.shape == first.shape == second.shape == third.shape
     ):
         return True
-    return _flat(row[:5]) is not None
+    return flat_row(row) is not None
 
 
 # ---------------------------------------------------------------------------------------------------- the blocked form
@@ -343,7 +346,7 @@ def _update_blocked(lists: TensorLists, step: int, hyper: Hyperparameters) -> Te
     """
     others, rows = TensorLists.empty(), []
     for row in zip(*lists, strict=True):
-        flat = _flat(row[:5])
+        flat = flat_row(row[:5])
         if flat is None:
             others.append(*row)
         else:
@@ -354,7 +357,7 @@ def _update_blocked(lists: TensorLists, step: int, hyper: Hyperparameters) -> Te
             _scratch(state_dtype(rows[0][0])),
             torch.ones((), dtype=torch.float32, device="cpu"),
         )
-        for block in _blocks(rows):
+        for block in blocks(rows):
             _update_block(block, scratch, one, arguments, hyper)
             if hyper.ends_window(step):
                 _, _, exp_avgs, exp_avg_sqs, accum_grads = (list(column) for column in zip(*block, strict=True))
@@ -364,7 +367,7 @@ def _update_blocked(lists: TensorLists, step: int, hyper: Hyperparameters) -> Te
     return others
 
 
-def _flat(row: _Row) -> _Row | None:
+def flat_row(row: _Row) -> _Row | None:
     """The row as 1-D views in one common order of memory; None if there is none, or the kernel cannot take the row.
 
     The kernel walks through memory and looks at neither shapes nor strides: all of them must agree.
@@ -382,7 +385,7 @@ def _flat(row: _Row) -> _Row | None:
     return tuple(tensor.view(-1) for tensor in permuted)
 
 
-def _blocks(rows: Iterable[_Row]) -> Iterator[list[_Row]]:
+def blocks(rows: Iterable[_Row]) -> Iterator[list[_Row]]:
     """Groups of at most `_BLOCK` elements. Where a row is cut depends on its own length alone: the kernel rounds its last,
     incomplete vector a little differently."""
     block: list[_Row] = []
@@ -394,7 +397,8 @@ def _blocks(rows: Iterable[_Row]) -> Iterator[list[_Row]]:
                 block, room = [], _BLOCK
             block.append(part)
             room -= part[0].numel()
-    yield block
+    if block:
+        yield block
 
 
 def _scratch(dtype: torch.dtype) -> Tensor:

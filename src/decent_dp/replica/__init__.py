@@ -7,7 +7,7 @@ averages          means of tensors over workers                mean            t
 consistency       calls of all workers, the same error on all  cadence         rounds in which such calls are due
 snapshot          the whole state at a step boundary           host_copies     copies of tensors in memory that is kept
 optimizer_state   optimizers' state by parameter name          optimizer_guards  mistakes with optimizers
-shared_statistics what optimizers average with parameters      uneven          uneven numbers of batches
+momenta           optimizers' momenta that are mixed, too      uneven          uneven numbers of batches
 shards            replicas of several workers (DTensor)        mates           the other workers of such a replica
 state_server      gives its state to a process that joins      state_receiver  gets it from a member
 transfer          a state in chunks, and their messages

@@ -20,15 +20,13 @@ from decent_dp.engine import fit_rule
 from decent_dp.faults import Tolerate, most_workers
 from decent_dp.membership import Epochs, EpochStore, Members, MembershipMonitor
 from decent_dp.membership.runs import register
-from decent_dp.optim.statistics import SharesStatistics
 from decent_dp.replica.averages import broadcast_, control_of_part
 from decent_dp.replica.consistency import call_on_all, check_consistency, compare, model_signature
 from decent_dp.replica.nodes import agree_on_nodes
 from decent_dp.replica.optimizer_guards import Options, warn_of_rates
 from decent_dp.replica.shards import assign_replicas, is_sharded, local
-from decent_dp.replica.shared_statistics import refuse_isolated
 from decent_dp.replica.shares import Shares
-from decent_dp.rules import DriftCorrection, Rule
+from decent_dp.rules import Rule
 from decent_dp.rules.rule import rule_settings
 from decent_dp.topo import Edge, Topology, TopologyReg, make_topology
 from decent_dp.topo.abstract import check_pairs
@@ -78,7 +76,6 @@ class Arguments:
         more: further settings (JSON) that must be equal on all workers.
         mesh: the workers that hold this replica (``describe_mesh``); None if this worker holds all of it.
         options: of the optimizers, as far as they exist.
-        sharing: the optimizers whose statistics are averaged.
         faults: how faults are tolerated; None: they are errors.
         weight: of this worker in the mean; None: as that of all others.
     """
@@ -90,7 +87,6 @@ class Arguments:
     more: Mapping[str, Any] = field(default_factory=dict)
     mesh: dict[str, Any] | None = None
     options: Options = field(default_factory=Options)
-    sharing: Sequence[SharesStatistics] = ()
     faults: Tolerate | None = None
     weight: float | None = None
 
@@ -134,13 +130,12 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         is_node = replicas.shards > 1 and "of" in (given.mesh or ())
         local_world_size = 1 if is_node else replicas.peers_on_node(transport.rank, given.local_world_size)
         made = _topology_of_replicas(given.topology, local_world_size, peers, replicas)
-        refuse_isolated(given.sharing, made)
         narrow = any(param.itemsize < 4 for param in model.parameters())
         if given.faults is not None:
             made = _tolerant(made, given, local_world_size, peers.rank, replicas.shards, narrow=narrow)
         # Called on the class, because a subclass may have an attribute named `every`.
         mixing, own = _weighted(Topology.every(made, given.settings.mix_every), weights, given, replicas, transport.rank)
-        rule = fit_rule(given.rule, check_compression(given.settings.compression), mixing, narrow=narrow)
+        rule = _fitted(given, mixing, narrow=narrow)
         faults = None if given.faults is None else given.faults.signature()
         shared: dict[str, Any] = {
             "model": model_signature(model),
@@ -224,11 +219,6 @@ def _tolerant(made: Topology, given: Arguments, local_world_size: int, rank: int
             one or two deaths leave, or may come.
     """
     check_pairs(made, "faults=Tolerate(...)")
-    if isinstance(given.rule, DriftCorrection):
-        raise ValueError(
-            "faults=Tolerate(...) does not go with DriftCorrection: without a worker the corrections of the others no longer "
-            "add up to zero, and their mean would drift. Use another rule, or leave faults out."
-        )
     n, most = made.world_size, most_workers(given.faults) // shards
     if not isinstance(given.topology, str) or given.topology not in TopologyReg.registry:
         if most > n:
@@ -241,10 +231,15 @@ def _tolerant(made: Topology, given: Arguments, local_world_size: int, rank: int
     for count in sorted({n - 2, n - 1, most} & set(range(2, max(n, most + 1)))):
         topology = Topology.every(make(count), given.settings.mix_every)
         try:
-            fit_rule(given.rule, check_compression(given.settings.compression), topology, narrow=narrow)
+            _fitted(given, topology, narrow=narrow)
         except ValueError as error:
             raise ValueError(f"with {count} workers, which faults={given.faults} allows: {error}") from error
     return EpochTopology(make, world_size=max(n, most), rank=rank, members=n)
+
+
+def _fitted(given: Arguments, topology: Topology, *, narrow: bool) -> Rule:
+    kind, overlap = check_compression(given.settings.compression), given.settings.overlap
+    return fit_rule(given.rule, kind, topology, narrow=narrow, overlap=overlap)
 
 
 def _for_members(name: str, local_world_size: int, count: int) -> Topology:

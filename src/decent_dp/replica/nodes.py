@@ -7,11 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from decent_dp._checks import check_choice
-from decent_dp.replica.shared_statistics import sharing
-from decent_dp.rules import DriftCorrection, Rule
 from decent_dp.topo import Topology
 from decent_dp.topo.registry import counts_replicas
 from decent_dp.transport import InProcessTransport, NewcomerTransport, Transport, network_stack
@@ -61,14 +58,11 @@ def describe_node(
     return {"rank": transport.rank, "of": replica or "auto", "on_node": on_node, "host": network_stack()}
 
 
-def why_no_node(model: nn.Module, optimizers: Sequence[Optimizer], rule: Rule | None, transport: Transport) -> str:
+def why_no_node(model: nn.Module, transport: Transport) -> str:
     """Why the model cannot be trained with a node as a replica; '' if it can."""
     cpu = next((name for name, param in model.named_parameters() if param.requires_grad and param.device.type == "cpu"), None)
     if cpu is not None and transport.only_cuda:
         return f"'{cpu}' is on the CPU, and NCCL, with which the workers of a node would average gradients, is for GPUs only"
-    if isinstance(rule, DriftCorrection) and sharing(optimizers):
-        kind = type(sharing(optimizers)[0]).__name__
-        return f"with DriftCorrection, {kind} needs the drift of whole parameters, and each worker of a node has a part"
     name = next((name for name, module in model.named_modules() if getattr(module, "sparse", False) is True), None)
     if name is not None:
         what = f"'{name}'" if name else "the model"

@@ -26,15 +26,16 @@ from decent_dp.arguments import FLOAT_DTYPES
 from decent_dp.compression import check_compression
 from decent_dp.engine import Bucket, Edit, Engine
 from decent_dp.faults import Roster
+from decent_dp.optim.tracking import FADE_EVERY
 from decent_dp.replica.cadence import Cadence
 from decent_dp.replica.consistency import check_same_call, gather_by_rank
 from decent_dp.replica.construction import Agreement
 from decent_dp.replica.mates import Mates
 from decent_dp.replica.mean import Mean
 from decent_dp.replica.module_hooks import HookedModel
+from decent_dp.replica.momenta import Momenta, tell_replicas
 from decent_dp.replica.parameters import Parameters
 from decent_dp.replica.shards import fsdp_modules
-from decent_dp.replica.shared_statistics import Statistics, tell_drifts, tell_replicas
 from decent_dp.replica.shares import describe_replica
 from decent_dp.replica.shutdown import passing_error, shut_down
 from decent_dp.replica.stats import Stats
@@ -76,7 +77,7 @@ class Replica(HookedModel):
             ``world`` if each worker holds a whole replica.
         replicas: the workers of each replica.
         parameters: the trainable parameters, with their names.
-        statistics: those of the optimizers, which are averaged in buckets of their own.
+        momenta: those of the optimizers that are tracked, which are mixed in buckets of their own.
         mean: the backup while the replica holds the mean.
         listeners: notified of every round.
         optimizers: the ones that train this replica.
@@ -102,10 +103,8 @@ class Replica(HookedModel):
 
     def __init__(self, model: nn.Module, transport: Transport, agreed: Agreement) -> None:
         self.world, self.peers, self.replicas = transport, agreed.peers, agreed.replicas
-        self.settings = agreed.settings
-        self.shares = agreed.shares
+        self.settings, self.shares, self.topology = agreed.settings, agreed.shares, agreed.topology
         self.parameters = Parameters(model, self.shares)
-        self.topology = agreed.topology
         compression = check_compression(agreed.settings.compression)
         self.engine = Engine(self.peers, self.topology, agreed.rule, compression, self.peers.table)
         self.monitor = agreed.monitor
@@ -118,17 +117,13 @@ class Replica(HookedModel):
             self.mates.start(0)
         self.mean = Mean(model, self.parameters, transport, self.monitor, self.mates)
         self.mean.weights = agreed.weights
-        self.statistics = Statistics([], {})
-        self.listeners: list[Listener] = []
-        self.cadence = Cadence()
-        self.optimizers: list[Optimizer] = []
+        self.momenta = Momenta([], {}, agreed.rule)
+        self.listeners, self.cadence, self.optimizers = list[Listener](), Cadence(), list[Optimizer]()
         self.edits: Mapping[int, Edit | None] = {}
         self.scaler: torch.amp.GradScaler | None = None
-        self.steps = 0
-        self.joining = self._has_run_out = False
-        self._nonfinite_in = -1
-        self.closed, self._handled = False, id(sys.exc_info()[1])
-        self.superseded, self.joins = False, 0
+        self.steps, self._nonfinite_in = 0, -1
+        self.joining = self._has_run_out = self.closed = self.superseded = False
+        self._handled, self.joins = id(sys.exc_info()[1]), 0
         self._on_cuda = any(param.is_cuda for param in self.parameters.params)
         self._fault: BaseException | None = None
         super().__init__(model)
@@ -186,8 +181,10 @@ class Replica(HookedModel):
         if self.engine.started is None and self.monitor.tolerates_faults and self.replicas.shards == 1:  # a mesh needs it
             self.world.leave_process_group()
         self.mates.refuse_lost()
-        self.monitor.look(self.engine.round)
+        self.monitor.look(before := self.engine.round)
         self.catch_up()
+        if self.engine.round > before:  # an epoch may have begun in the rounds that were left out
+            self.monitor.look(self.engine.round)
         self.world.announce(self.engine.round)
 
     def use_buckets(self, buckets: list[Bucket]) -> None:
@@ -197,18 +194,17 @@ class Replica(HookedModel):
         if _log.isEnabledFor(logging.DEBUG):
             sizes = [f"{bucket.buffer.plan.numel * bucket.buffer.plan.dtype.itemsize / MIB:.3g}" for bucket in buckets]
             _log.debug("worker %d: %d buckets, MiB: %s", self.world.rank, len(buckets), ", ".join(sizes))
-        tell_drifts(self.optimizers, self.parameters, self.engine)
 
     def tell_optimizers(self, members: Sequence[int]) -> None:
-        """Tells optimizers that share statistics which replicas take part."""
+        """Tells optimizers which replicas take part."""
         tell_replicas(self.optimizers, len(members), self.topology._share(self.peers.rank, members))
+        self.engine.mark_stale(self.momenta.forget())  # what is in flight is of the members before
 
     def rebind(self) -> None:
         """Updates the buckets to the parameters' present storage."""
         self.parameters.locate()
-        replaced = self.statistics.locate()
-        if replaced:  # the difference in flight belongs to the old ones
-            self.engine.mark_stale(replaced)
+        if loaded := self.momenta.follow_loads():  # the difference in flight belongs to the old ones
+            self.engine.mark_stale(loaded)
         for bucket in self.engine.buckets:
             bucket.buffer.rebind()
 
@@ -234,7 +230,7 @@ class Replica(HookedModel):
     def share(self) -> None:
         """The workers of a node gather what each has mixed."""
         if self.shares is not None and self.engine.finished:
-            for kind, rules in (("parameter", True), ("statistics", False)):
+            for kind, rules in (("parameter", True), ("momentum", False)):
                 buckets = [bucket for bucket in self.engine.finished if (bucket.rule is self.engine.rule) is rules]
                 self.shares.gather(kind, (slot.index for bucket in buckets for slot in bucket.buffer.plan.slots))
         self.engine.finished.clear()
@@ -247,6 +243,8 @@ class Replica(HookedModel):
             what, ranks = "with" if stepped else "without", self.topology.get_edge(self.engine.round).ranks
             _log.debug("worker %d: round %d %s a step, edge %s", self.world.rank, self.engine.round, what, ranks)
         self.cadence.add(self.engine.round)
+        if self.engine.round % FADE_EVERY == 0:
+            self.momenta.fade()
         self.engine.advance()
         self.steps += stepped
 
@@ -265,6 +263,7 @@ class Replica(HookedModel):
         self.engine.go_to(target)
         if self.engine.round > before:
             self.cadence.fall_behind(self.engine.round)
+            self.momenta.fade(-(-self.engine.round // FADE_EVERY) - -(-before // FADE_EVERY))
 
     def due(self, every: int) -> bool:
         """Whether it is time for a call of all workers: once in ``every`` rounds, in the same rounds on all workers.
@@ -511,6 +510,7 @@ class Replica(HookedModel):
             for hook in self.hooks:
                 hook.remove()
             tell_replicas(self.optimizers, 1)
+            self.momenta.close()
             self.mates.close()
             self.monitor.close()
             self.world.close()

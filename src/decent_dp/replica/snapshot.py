@@ -202,6 +202,7 @@ def replace_values(replica: Replica, snapshot: dict[str, Any]) -> None:
         replica.invalidate()
         _write(replica, snapshot)
         replica.rebind()
+        replica.momenta.forget()  # what mixes had changed was between the other one and its neighbours
         replica.engine.renew()
 
 
@@ -209,7 +210,7 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None]) 
     """The replica resumes from ``state``, at a step boundary of all workers.
 
     Args:
-        state: a snapshot, or the entries of the engine and its rounds alone.
+        state: a snapshot, or the entries of the engine and its rounds alone. ``combined``: of several, or a copy of another's.
         check: raises if it does not fit.
     """
     # Tensors that are made here have to train, also if the caller is in inference mode.
@@ -232,6 +233,10 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None]) 
             if not state["rule"]["state"]:
                 engine.mark_stale()  # the rule's state is reset to these values
                 engine.renew()
+            weight = None if replica.mean.weights is None else replica.mean.weights[0]
+            is_other = "parameters" in state and (state.get("combined", False) or state.get("weight") != weight)
+            if any(control.gather(is_other)):  # what mixes have changed added up to zero over those that saved, by weight
+                replica.momenta.forget()
         if "exchange" in state:
             _log.warning("an older version has saved this: what was in flight is dropped, which leaves the mean as it is")
 

@@ -13,15 +13,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from decent_dp._checks import check_integer, check_number, to_float
 from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_factories, check_scaler
-from decent_dp.compression import check_compression
+from decent_dp.compression import check_compression, for_momentum
 from decent_dp.engine import fit_rule
-from decent_dp.rules import DriftCorrection, Rule
+from decent_dp.optim.tracking import FADE_EVERY, rule_for
+from decent_dp.rules import Gossip, MomentumTracking, Rule
 from decent_dp.rules.rule import check_rule
 from decent_dp.sim.absences import RANKS_TYPE, Faults
 from decent_dp.sim.exchange import SpreadExchange
 from decent_dp.sim.replica_gradients import LOSS_FN_TYPE, Gradients, StepGradients
 from decent_dp.sim.stack import Stack
-from decent_dp.sim.statistics_exchange import StatisticsExchange
 from decent_dp.sim.steppers import Shared, Stepper, make_stepper
 from decent_dp.topo import Topology, make_topology
 from decent_dp.topo.abstract import check_pairs
@@ -125,12 +125,14 @@ class VirtualCluster:
             self._use_weights(weights)
         kind = check_compression(compression)
         narrow = any(param.itemsize < 4 for param in self._stack.params.values())
-        self._rule = fit_rule(check_rule(rule), kind, self.topology, narrow=narrow)
         self._faults = Faults(n)
-        self._exchange = SpreadExchange(self._stack.params, self.topology, self._rule, self._faults, kind)
-        self._statistics = StatisticsExchange(self.topology, self._exchange.message_share, self._faults)
         self._gradients = Gradients(self._stack, loss_fn or _cross_entropy, vectorize)
+        self._rule, self._kind = check_rule(rule), kind
+        # Of the tracked momenta, if they are.
+        self._momenta: SpreadExchange | None = None
         self._stepper = self._make_stepper()
+        self._rule = fit_rule(self._rule, kind, self.topology, narrow=narrow, overlap=overlap)
+        self._exchange = SpreadExchange(self._stack.params, self.topology, self._rule, self._faults, kind)
         self._failure: BaseException | None = None
         self.round = 0
 
@@ -186,14 +188,18 @@ class VirtualCluster:
             self._stepper = self._make_stepper()
         if self._overlap:
             self._exchange.finish_due(self.round)
+        self._stepper.follow_loads()
         self._stepper.step(gradients)
-        if self._overlap:
-            self._statistics.finish_due(self.round)
-        self._exchange.start(self.round)
-        self._statistics.start(self._stepper, self.round)
+        if self._overlap and self._momenta is not None:
+            self._momenta.finish_due(self.round)
+        exchanges = [self._exchange] if self._momenta is None else [self._exchange, self._momenta]
+        for exchange in exchanges:
+            exchange.start(self.round)
         if not self._overlap:
-            self._exchange.finish()
-            self._statistics.finish()
+            for exchange in exchanges:
+                exchange.finish()
+        if self.round % FADE_EVERY == 0:
+            self._stepper.fade()
 
     def _make_stepper(self) -> Stepper:
         may_share = self._gradients.vectorized is not False
@@ -201,10 +207,10 @@ class VirtualCluster:
         stepper = make_stepper(
             self._stack, *self._factories, self._scaler, self._max_norm, self._faults, may_share=may_share, shares=shares
         )
-        if isinstance(self._rule, DriftCorrection):
-            states = self._exchange.states
-            drifts = [states[name]["drift"] for name in self._stack.names]
-            stepper.set_drifts(drifts, self._rule.scale)
+        self._rule = rule_for(self._rule, stepper.optimizers)
+        if isinstance(self._rule, MomentumTracking):
+            momenta = stepper.track(self._rule.momentum)
+            self._momenta = SpreadExchange(momenta, self.topology, Gossip(), self._faults, for_momentum(self._kind))
         return stepper
 
     def _check_batch(self, batch: Sequence[Any]) -> None:
@@ -231,7 +237,8 @@ class VirtualCluster:
         if not 0.0 <= factor <= 1.0:
             raise ValueError(f"the adaptive factor must be in [0, 1], got {factor!r}")
         self._exchange.set_factor(float(factor))
-        self._statistics.factor = float(factor)
+        if self._momenta is not None:
+            self._momenta.set_factor(float(factor))
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
@@ -254,6 +261,7 @@ class VirtualCluster:
         if len(away) == self.n:
             raise ValueError(f"kill would leave none of the {self.n} replicas: leave one at least")
         self._faults.away = away
+        self._forget()
 
     def revive(self, which: RANKS_TYPE) -> None:
         """From the next step on these replicas take part again, as a worker that was frozen.
@@ -269,6 +277,13 @@ class VirtualCluster:
         for i in back:
             self._stepper.catch_up(i, other)
         self._faults.away = self._faults.away - back
+        self._forget()
+
+    def _forget(self) -> None:
+        """Other replicas take part: what is in flight of the momenta is dropped, and own momenta start anew."""
+        if self._momenta is not None:
+            self._momenta.drop()
+        self._stepper.forget()
 
     def cut(self, a: RANKS_TYPE, b: RANKS_TYPE) -> None:
         """From the next step on no replica of ``a`` and no replica of ``b`` reach each other; all train on.
@@ -342,12 +357,12 @@ class VirtualCluster:
         The workers of a pair send one message each; a group of m sends 2 (m - 1) in all, as its sums and means travel along
         trees.
         """
-        return self._exchange.bytes_sent + self._statistics.bytes_sent
+        return self._exchange.bytes_sent + (0 if self._momenta is None else self._momenta.bytes_sent)
 
     @property
     def rejected(self) -> int:
         """Blocks of parameters that were not mixed in a round, as replicas were too far apart for the compression."""
-        return self._exchange.rejected
+        return self._exchange.rejected + (0 if self._momenta is None else self._momenta.rejected)
 
     def consensus_distance(self) -> float:
         """Root mean square over replicas of the L2 distance to their mean, over the trainable parameters.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from decent_dp.compression import Compression, Lossless, MessageId, all_finite
 from decent_dp.engine.bucket import Bucket, InFlight
-from decent_dp.engine.layout import BucketPlan, FlatBuffer, TensorSpec, message_share, plan_buckets, plan_turns
+from decent_dp.engine.layout import BucketPlan, FlatBuffer, TensorSpec, plan_buckets, plan_turns
 from decent_dp.rules import Round, Rule
 from decent_dp.rules.rule import apply_rule, mixing_rate
 from decent_dp.sim.absences import Faults
@@ -76,6 +76,10 @@ class SimulatedExchange(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Mixes with the values in flight, if there are any."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Forgets the values in flight."""
 
     def _edges(self, t: int) -> list[Edge]:
         self._topology.get_edge(t)  # checks the round of a topology without a period
@@ -151,6 +155,9 @@ class LosslessExchange(SimulatedExchange):
                 if part.rows is not None:
                     for tensor, value in zip(stacked, (values, *own), strict=True):
                         tensor.index_copy_(0, part.rows, value)
+
+    def drop(self) -> None:
+        self._in_flight = None
 
     def _parted(self, part: _EqualEdges, differences: list[Tensor | None]) -> list[tuple[_EqualEdges, list[Tensor | None]]]:
         """The edges in flight that arrive, and the members of those that are holes by now, to whom nothing came."""
@@ -297,6 +304,10 @@ class CompressedExchange(SimulatedExchange):
             else:
                 bucket.mix(in_flight, self.factor)
 
+    def drop(self) -> None:
+        for bucket in self._buckets:
+            bucket.in_flight = None
+
 
 # -- in turns ------------------------------------------------------------------------------------------------------------
 
@@ -307,9 +318,6 @@ class SpreadExchange:
     Args:
         params, topology, rule, faults: as of the exchanges.
         compression: its class.
-
-    Attributes:
-        message_share: the bytes of an exchange as a share of those of the parameters.
     """
 
     def __init__(
@@ -321,7 +329,6 @@ class SpreadExchange:
         compression: type[Compression],
     ) -> None:
         specs = [TensorSpec.of(name, param.detach()[0]) for name, param in params.items()]
-        self.message_share = message_share(specs, compression)
         turns = [(plan, topology) for plan in plan_buckets(specs, range(len(specs)), math.inf)]
         if topology._final_part()[1] > 1:
             turns = plan_turns(specs, range(len(specs)), math.inf, topology)
@@ -361,3 +368,7 @@ class SpreadExchange:
     def finish(self) -> None:
         for exchange in self._exchanges:
             exchange.finish()
+
+    def drop(self) -> None:
+        for exchange in self._exchanges:
+            exchange.drop()

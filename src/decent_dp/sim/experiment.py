@@ -17,7 +17,7 @@ from decent_dp._checks import check_choice, check_integer, check_number, to_floa
 from decent_dp.compression import check_compression
 from decent_dp.engine import fit_rule
 from decent_dp.optim import GossipAdamW, lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_adamw, optim_fn_adamw
-from decent_dp.rules import DriftCorrection, Gossip
+from decent_dp.rules import Gossip, MomentumTracking, Rule
 from decent_dp.sim.cluster import VirtualCluster
 from decent_dp.sim.datasets import Batches, Data, check_alpha, digits, dirichlet_split
 from decent_dp.topo import Topology, make_topology
@@ -39,6 +39,8 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], float]] = {
     "sgd": (torch.optim.SGD, 0.1),
     "momentum": (partial(torch.optim.SGD, momentum=0.9), 0.02),
 }
+# Those that MomentumTracking is for.
+_TRACKED = ("gossip-adamw", "momentum")
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Simulation:
         compression: None (the parameters' own dtype), 'bfloat16' or 'int8'.
         overlap: mix with the values sent in the last step.
         mix_every: mix only in every h-th step.
-        drift_correction: with the rule ``DriftCorrection``.
+        momentum_tracking: with the rule ``MomentumTracking``.
         grad_clip_norm: of each replica's gradients; 0.0 for no clipping.
         hidden: widths of the network's hidden layers.
         seed: of the weights, the split and the batches.
@@ -83,7 +85,7 @@ class Simulation:
     compression: str | None = None
     overlap: bool = True
     mix_every: int = 1
-    drift_correction: bool = False
+    momentum_tracking: bool = False
     grad_clip_norm: float = 0.0
     hidden: tuple[int, ...] = (128, 64)
     seed: int = 0
@@ -96,7 +98,7 @@ class Simulation:
         object.__setattr__(self, "seed", check_integer("seed", self.seed, 0))
         if self.seed >= 2**64:
             raise ValueError(f"seed must be less than 2**64, got {self.seed}")
-        for name in ("overlap", "drift_correction"):
+        for name in ("overlap", "momentum_tracking"):
             if getattr(self, name) not in (True, False):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
             object.__setattr__(self, name, bool(getattr(self, name)))
@@ -107,6 +109,11 @@ class Simulation:
         _check_device(self.device)
         check_choice("data", self.data, DATA)
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        if self.momentum_tracking and self.optimizer not in _TRACKED:
+            raise ValueError(
+                f"momentum tracking is for optimizer='gossip-adamw' or 'momentum', and it is {self.optimizer!r}: use one of "
+                "these, or leave momentum tracking out"
+            )
         check_choice("schedule", self.schedule, ("cosine", "constant"))
         norm = check_number(
             "grad_clip_norm", self.grad_clip_norm, "0.0 (no clipping) or a positive norm", at_least=0.0, below=2.0**128
@@ -120,8 +127,8 @@ class Simulation:
         if not isinstance(self.topology, str):
             raise TypeError(f"topology must be a name, got {self.topology!r}: for a Topology of your own use VirtualCluster")
         made = make_topology(self.topology, local_world_size=self.local_world_size, world_size=self.n, rank=0)
-        rule = DriftCorrection() if self.drift_correction else Gossip()
-        fit_rule(rule, kind, Topology.every(made, self.mix_every), narrow=False)
+        rule: Rule = MomentumTracking() if self.momentum_tracking else Gossip()
+        fit_rule(rule, kind, Topology.every(made, self.mix_every), narrow=False, overlap=self.overlap)
 
     def to_json(self) -> dict[str, Any]:
         """The settings as JSON values."""
@@ -291,6 +298,6 @@ def _make_cluster(simulation: Simulation, data: Data) -> VirtualCluster:
         compression=simulation.compression,
         overlap=simulation.overlap,
         mix_every=simulation.mix_every,
-        rule=DriftCorrection() if simulation.drift_correction else None,
+        rule=MomentumTracking() if simulation.momentum_tracking else None,
         grad_clip_norm=simulation.grad_clip_norm,
     )

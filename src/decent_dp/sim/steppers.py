@@ -19,15 +19,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, make_optimizer, make_scheduler
 from decent_dp.gradients import GradientPolicy
-from decent_dp.optim import AccumAdam, AccumAdamW, GossipAdamW, SharesStatistics
-from decent_dp.optim.statistics import drift_lookup
+from decent_dp.optim import AccumAdam, AccumAdamW, GossipAdamW
+from decent_dp.optim.tracking import Tracking
 from decent_dp.sim.absences import Faults
 from decent_dp.sim.replica_gradients import StepGradients
 from decent_dp.sim.stack import Stack
 
 __all__ = ["PerReplica", "Shared", "Stepper", "make_stepper"]
 
-# Known to work element by element, and alike on any shape; GossipAdamW knows stacked parameters. Subclasses may not.
+# Known to work element by element, and alike on any shape. Subclasses may not.
 _STACKABLE = {
     AccumAdam,
     AccumAdamW,
@@ -56,6 +56,7 @@ class Stepper(ABC):
         optimizers: one, or one per replica.
         schedulers: theirs; empty if there are none.
         steps: optimizer steps that each replica has taken.
+        tracked: of the optimizers, if their momenta are tracked.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Stepper(ABC):
         made = [make_scheduler(lr_scheduler_fn, optimizer) for optimizer in optimizers]
         self.schedulers: list[LRScheduler] = [scheduler for scheduler in made if scheduler is not None]
         self.steps = [0] * n
+        self.tracked: list[Tracking] = []
 
     @abstractmethod
     def step(self, gradients: StepGradients) -> None:
@@ -75,25 +77,35 @@ class Stepper(ABC):
         """The factors of the replicas' losses in the backward, (n,); None for none."""
         return None
 
-    @property
-    def _sharing(self) -> list[SharesStatistics]:
-        return [optimizer for optimizer in self.optimizers if isinstance(optimizer, SharesStatistics)]
+    def track(self, entry: str | None) -> dict[str, Tensor]:
+        """Tracks the momenta of the optimizers (``optim.tracking``), and returns them by parameter name, (n, *shape).
 
-    def statistics(self) -> list[list[Tensor]]:
-        """The statistics that optimizers share: of each optimizer, one tensor per parameter."""
-        return [[tensor for _, tensor in optimizer.statistics()] for optimizer in self._sharing]
+        Args:
+            entry: of their state that is the momentum; None: as known.
+        """
+        self.tracked = [Tracking(optimizer, entry) for optimizer in self.optimizers]
+        return self._stacked_momenta()
 
     @abstractmethod
-    def set_drifts(self, drifts: Sequence[Tensor], scale: float) -> None:
-        """Gives optimizers the drifts of the rule ``DriftCorrection``, (n, *shape), in the order of the parameters."""
+    def _stacked_momenta(self) -> dict[str, Tensor]: ...
+
+    def forget(self) -> None:
+        """Called when others take part (``Tracking.forget``)."""
+        for tracking in self.tracked:
+            tracking.forget()
+
+    def fade(self) -> None:
+        """Called at the end of some rounds (``Tracking.fade``)."""
+        for tracking in self.tracked:
+            tracking.fade()
+
+    def follow_loads(self) -> None:
+        """Called before each step (``Tracking.follow_loads``)."""
+        for tracking in self.tracked:
+            tracking.follow_loads()
 
     def catch_up(self, i: int, other: int) -> None:  # noqa: B027
         """Called when replica i is back: its counts become those of a replica that was not away."""
-
-    @property
-    def every(self) -> int:
-        """The number of the parameters' exchanges to one of the statistics."""
-        return min((optimizer.EVERY for optimizer in self._sharing), default=1)
 
 
 def make_stepper(
@@ -110,7 +122,7 @@ def make_stepper(
     """The stepper of these replicas: one optimizer for all if it may be shared and is known to work element by element.
 
     Args:
-        shares: of the replicas in the weight of all (``SharesStatistics.set_replicas``).
+        shares: of the replicas in the weight of all (``GossipAdamW.set_replicas``).
 
     Raises:
         TypeError, ValueError: a factory does not return an optimizer or a scheduler of the given parameters.
@@ -132,9 +144,9 @@ def make_stepper(
     params = [[Parameter(param.detach()[i]) for param in stack.params.values()] for i in range(stack.n)]
     optimizers = [_make_optimizer(optim_fn, list(zip(stack.names, own, strict=True))) for own in params]
     for optimizer, share in zip(optimizers, shares, strict=True):
-        if isinstance(optimizer, SharesStatistics):
-            optimizer.set_replicas(*((stack.n,) if share is None else (stack.n, share)))
-    return PerReplica(params, optimizers, lr_scheduler_fn, scaler, max_norm, faults)
+        if isinstance(optimizer, GossipAdamW):
+            optimizer.set_replicas(stack.n, share)
+    return PerReplica(stack.names, params, optimizers, lr_scheduler_fn, scaler, max_norm, faults)
 
 
 def _make_optimizer(optim_fn: OPTIM_FN_TYPE, named: Sequence[tuple[str, Parameter]]) -> Optimizer:
@@ -178,9 +190,9 @@ class Shared(Stepper):
         super().__init__([optimizer], lr_scheduler_fn, stack.n, faults)
         self._named, self._params, self._max_norm = stack.params, list(stack.params.values()), max_norm
 
-    def set_drifts(self, drifts: Sequence[Tensor], scale: float) -> None:
-        for optimizer in self._sharing:
-            optimizer.set_drifts(drift_lookup(zip(self._params, drifts, strict=True)), scale)
+    def _stacked_momenta(self) -> dict[str, Tensor]:
+        found = {id(param): momentum for tracking in self.tracked for param, momentum in tracking.momenta()}
+        return {name: found[id(param)] for name, param in self._named.items()}
 
     def step(self, gradients: StepGradients) -> None:
         assert gradients.stacked is not None
@@ -215,6 +227,7 @@ class PerReplica(Stepper):
     """One optimizer and one scaler per replica, on views of the stacked parameters.
 
     Args:
+        names: of the parameters.
         scaler: each replica gets a copy of it; None for none.
         max_norm: of each replica's gradients together; 0 for no clipping.
         faults: who takes part.
@@ -222,6 +235,7 @@ class PerReplica(Stepper):
 
     def __init__(
         self,
+        names: Sequence[str],
         params: list[list[Parameter]],
         optimizers: list[Optimizer],
         lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None,
@@ -230,18 +244,23 @@ class PerReplica(Stepper):
         faults: Faults,
     ) -> None:
         super().__init__(optimizers, lr_scheduler_fn, len(params), faults)
-        self._params = params
+        self._names, self._params = names, params
         self._policies = [GradientPolicy(own, copy.deepcopy(scaler), max_norm) for own in params]
-
-    def set_drifts(self, drifts: Sequence[Tensor], scale: float) -> None:
-        for i, optimizer in enumerate(self.optimizers):
-            if isinstance(optimizer, SharesStatistics):
-                optimizer.set_drifts(drift_lookup(zip(self._params[i], [drift[i] for drift in drifts], strict=True)), scale)
 
     def scales(self) -> Tensor | None:
         one = torch.ones((), dtype=torch.float32, device=self._params[0][0].device)
         scales = [policy.scaler.scale(one) for policy in self._policies if policy.scaler is not None]
         return torch.stack(scales) if scales else None
+
+    def _stacked_momenta(self) -> dict[str, Tensor]:
+        found = {id(param): momentum for tracking in self.tracked for param, momentum in tracking.momenta()}
+        stacked = {}
+        for name, of_replicas in zip(self._names, zip(*self._params, strict=True), strict=True):
+            momenta = [found[id(param)] for param in of_replicas]
+            stacked[name] = torch.stack(momenta)
+            for momentum, row in zip(momenta, stacked[name], strict=True):
+                momentum.data = row
+        return stacked
 
     def step(self, gradients: StepGradients) -> None:
         for i in self._faults.present:

@@ -269,10 +269,6 @@ class Topology(metaclass=TopologyMeta):
         """
         return self
 
-    def _at_most_every(self, h: int) -> Topology:
-        """As ``every(h)``, but each part of a composition mixes at least once."""
-        return Topology.every(self, h)
-
     def _time(self, t: int) -> int:
         """The number of updates that an exchange of round ``t`` has to arrive."""
         return 1

@@ -185,13 +185,6 @@ class SwitchTopology(Topology):
         parts = [part._weighted(weights) for part in self._parts]
         return SwitchTopology(*zip(parts, self._lengths, strict=False), parts[-1])
 
-    def _at_most_every(self, h: int) -> Topology:
-        parts = []
-        for part, length in zip(self._parts, self._lengths, strict=False):
-            own = part._h if isinstance(part, EveryTopology) else 1
-            parts.append((Topology.every(part, max(1, min(h, length // own))), length))
-        return SwitchTopology(*parts, Topology.every(self._parts[-1], h))
-
     def _title(self) -> str:
         turns = [f"{part._title()} for {k} update{'s' * (k > 1)}" for part, k in zip(self._parts, self._lengths, strict=False)]
         return ", then ".join([*turns, self._parts[-1]._title()])

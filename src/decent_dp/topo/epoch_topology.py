@@ -105,9 +105,6 @@ class EpochTopology(Topology):
     def _every(self, h: int) -> Topology:
         return self._from(lambda topology: Topology.every(topology, h))
 
-    def _at_most_every(self, h: int) -> Topology:
-        return self._from(lambda topology: topology._at_most_every(h))
-
     def _longest_turn(self) -> int:
         return self._last._longest_turn()
 

@@ -1,0 +1,92 @@
+"""The momenta that replicas mix beside their parameters (``MomentumTracking``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from decent_dp._dtensors import local
+from decent_dp.engine.layout import TensorSpec
+from decent_dp.optim import GossipAdamW
+from decent_dp.optim.tracking import Tracking
+from decent_dp.replica.shares import Shares
+from decent_dp.rules import MomentumTracking, Rule
+
+__all__ = ["Momenta", "tell_replicas"]
+
+
+class Momenta:
+    """The tracked momenta of some optimizers, by parameter name; none if the rule is another one.
+
+    Args:
+        optimizers: all of them.
+        names: of the parameters that train, by id, in their order.
+
+    Attributes:
+        tensors: as of the last ``follow_loads``, in the order of the parameters; always the same list.
+        specs: of ``tensors``.
+        whole: the momenta; ``tensors`` are this worker's parts of them.
+
+    Raises:
+        ValueError: the momentum of an optimizer is not known.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], names: Mapping[int, str], rule: Rule, shares: Shares | None = None
+    ) -> None:
+        self._shares, places = shares, {key: number for number, key in enumerate(names)}
+        tracks = isinstance(rule, MomentumTracking)
+        self._tracked = [Tracking(optimizer, rule.momentum) for optimizer in optimizers] if tracks else []  # type: ignore[attr-defined]
+        # Without those that were frozen then, or are added later (the next round raises for these).
+        pairs = [pair for tracking in self._tracked for pair in tracking.momenta() if id(pair[0]) in places]
+        pairs.sort(key=lambda pair: places[id(pair[0])])
+        self.whole = [tensor for _, tensor in pairs]
+        self._names = {id(param): f"{names[id(param)]} (momentum)" for param, _ in pairs}
+        self.tensors = self._parts()
+        named = zip(self._names.values(), self.tensors, strict=True)
+        self.specs = [TensorSpec.of(name, tensor) for name, tensor in named]
+
+    def _parts(self) -> list[Tensor]:
+        shares = self._shares
+        if shares is None:
+            return [local(tensor) for tensor in self.whole]
+        return [shares.own("momentum", i, tensor) for i, tensor in enumerate(self.whole)]
+
+    def follow_loads(self, *, trusted: bool = False) -> list[str]:
+        """Follows loads of optimizers (``Tracking.follow_loads``), and returns the names of the momenta that were loaded."""
+        loaded = [param for tracking in self._tracked for param in tracking.follow_loads(trusted=trusted)]
+        self.tensors[:] = self._parts()
+        return [self._names[id(param)] for param in loaded if id(param) in self._names]
+
+    def forget(self) -> list[str]:
+        """After a change of the members (``Tracking.forget``). Returns the names of all.
+
+        One replica may have mixed an exchange in flight before it forgets, and the other not: nothing from before may count.
+        """
+        for tracking in self._tracked:
+            tracking.forget()
+        return list(self._names.values())
+
+    def fade(self, times: int = 1) -> None:
+        """At the end of some rounds (``Tracking.fade``)."""
+        for tracking in self._tracked:
+            tracking.fade(times)
+
+    def rest(self) -> None:
+        """A round without a batch (``Tracking.rest``)."""
+        for tracking in self._tracked:
+            tracking.rest()
+
+    def close(self) -> None:
+        """The optimizers are on their own again."""
+        for tracking in self._tracked:
+            tracking.close()
+
+
+def tell_replicas(optimizers: Sequence[Optimizer], n: int, share: float | None = None) -> None:
+    """Tells GossipAdamW the number of replicas, and the share of this one in the weight of all; None for equal ones."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, GossipAdamW):
+            optimizer.set_replicas(n, share)

@@ -1,0 +1,769 @@
+"""Momentum tracking: its text-book form in NumPy, the mean of the momenta, all drivers and the simulator, and refusals."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from decent_dp import gossip
+from decent_dp.checkpoint import load, save
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.optim import GossipAdamW
+from decent_dp.optim.tracking import Tracking
+from decent_dp.rules import MomentumTracking, OuterNesterov
+from decent_dp.sim import VirtualCluster
+from decent_dp.topo import TopologyReg, make_topology
+from decent_dp.transport import run_replicas
+from tests.helpers import some_in_the_fast_tests
+from tests.test_law import Linear, Varying, data, gradient, matrix
+
+N, STEPS = 4, 30
+OWN_NOISE = 2.5
+
+
+class Lion(torch.optim.Optimizer):
+    """As its paper has it (arXiv 2302.06675)."""
+
+    makes_new = False
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                momentum = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+                param.sub_((beta1 * momentum + (1 - beta1) * param.grad).sign(), alpha=group["lr"])
+                if self.makes_new:
+                    self.state[param]["exp_avg"] = beta2 * momentum + (1 - beta2) * param.grad
+                else:
+                    momentum.lerp_(param.grad, 1 - beta2)
+        return loss
+
+
+# -- the text-book form ----------------------------------------------------------------------------------------------------
+
+
+class Twin:
+    """One worker: its own momentum m, the tracked one y, and how an optimizer steps. All of it in float64.
+
+    y <- y + (m_new - m_old). With ``C = y - m``, which is what mixes have changed, an optimizer that looks at the gradient,
+    too, sees ``g + C``, in units of a gradient.
+    """
+
+    def __init__(self, kind: str, n: int) -> None:
+        self.kind, self.n, self.t = kind, n, 0
+        self.m = self.y = self.v = np.zeros((5, 3))
+
+    def step(self, x: np.ndarray, g: np.ndarray) -> np.ndarray:
+        self.t += 1
+        c = self.y - self.m
+        if self.kind in ("sgd", "nesterov"):
+            self.m = 0.9 * self.m + g * (1 if self.t == 1 or self.kind == "nesterov" else 0.8)
+            self.y = self.m + c
+            corrected = g + c * (0.1 / (1 if self.kind == "nesterov" else 0.8))
+            direction = corrected + 0.9 * self.y if self.kind == "nesterov" else self.y
+            x = x - 0.05 * direction
+        elif self.kind == "lion":
+            x = x - 0.01 * np.sign(0.9 * self.y + 0.1 * (g + c))
+            self.m = 0.99 * self.m + 0.01 * g
+        else:
+            self.m = 0.8 * self.m + 0.2 * g
+            self.y = self.m + c
+            left = 0.2 / 1.8 / self.n + OWN_NOISE * 0.2**2 * (1 - 1 / self.n)
+            w = (1 / self.n - left) / (1 - left)
+            known = 1 - 0.8**self.t
+            self.v = 0.95 * self.v + 0.05 * ((1 - w) * (self.y / known) ** 2 + w * (g + c) ** 2)
+            x = x * (1 - 0.03 * 0.1) - 0.03 * self.y / known / (np.sqrt(self.v / (1 - 0.95**self.t)) + 1e-8)
+        self.y = self.m + c
+        return x
+
+
+def law(kind: str, topology: str, n: int, overlap: bool) -> tuple[np.ndarray, list[Twin]]:
+    """Steps; mixes what was sent a round ago; sends. With overlap parameters are sent with their last step once more."""
+    TopologyReg.registry["varying"] = Varying
+    made = make_topology(topology, local_world_size=1, world_size=n, rank=0)
+    x = np.stack([np.random.default_rng(7).normal(size=(5, 3))] * n)
+    twins = [Twin(kind, n) for _ in range(n)]
+    sent: tuple[np.ndarray, np.ndarray] | None = None
+
+    def mix(t: int) -> None:
+        assert sent is not None
+        w = matrix(made.round(t), n) - np.eye(n)
+        x[:] += np.einsum("ij,jkl->ikl", w, sent[0])
+        for worker, difference in zip(twins, np.einsum("ij,jkl->ikl", w, sent[1]), strict=True):
+            worker.y = worker.y + difference
+
+    for t in range(STEPS):
+        before = x.copy()
+        x = np.stack([worker.step(x[i], gradient(x[i], i, t)) for i, worker in enumerate(twins)])
+        last = x - before
+        if overlap and sent is not None:
+            mix(t - 1)
+        sent = x + last * overlap, np.stack([worker.y for worker in twins])
+        if not overlap:
+            mix(t)
+        if t % 10 == 0:  # what mixes have changed fades
+            for worker in twins:
+                worker.m = worker.m + 0.01 * (worker.y - worker.m)
+    return x, twins
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda params: GossipAdamW(params, lr=0.03, betas=(0.8, 0.95), weight_decay=0.1, tracking=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, dampening=0.2),
+    "nesterov": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True),
+    "lion": lambda params: Lion(params, lr=0.01),
+}
+
+
+def momenta(optimizer: torch.optim.Optimizer, entry: str = "") -> np.ndarray:
+    """Of all parameters of ``Linear``, on top of each other."""
+    key = entry or ("momentum_buffer" if isinstance(optimizer, torch.optim.SGD) else "exp_avg")
+    return torch.cat([optimizer.state[param][key] for group in optimizer.param_groups for param in group["params"]]).numpy()
+
+
+def one_step(model: Any, optimizer: torch.optim.Optimizer, rank: int, t: int, closure: bool = False) -> None:
+    a, b = (torch.from_numpy(array) for array in data(rank, t))
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        found = (model(a) - b).square().mean()
+        found.backward()
+        return found
+
+    if closure:
+        optimizer.step(loss)
+    else:
+        loss()
+        optimizer.step()
+
+
+def whole(model: nn.Module) -> np.ndarray:
+    return torch.cat([param.detach() for param in model.parameters()]).numpy().copy()
+
+
+def train(at: Any, kind: str, topology: str, overlap: bool, closure: bool = False, **how: Any) -> tuple[np.ndarray, ...]:
+    TopologyReg.registry["varying"] = Varying  # also where it runs in another process
+    model = Linear()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    rule = None if kind == "adamw" else MomentumTracking()
+    replica = gossip(model, optimizer, topology=topology, overlap=overlap, rule=rule, transport=at, **how)
+    for t in range(STEPS):
+        one_step(model, optimizer, at.rank, t, closure)
+    found = whole(model), momenta(optimizer).copy(), momenta(optimizer, "own_momentum").copy()
+    replica.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "topology", "overlap"),
+    some_in_the_fast_tests([*OPTIMIZERS], ["one-peer-exp", "complete", "varying"], [True, False]),
+)
+@pytest.mark.timeout(120)
+def test_training_equals_the_text_book_form_in_numpy(kind, topology, overlap):
+    want, twins = law(kind, topology, N, overlap)
+    found = run_replicas(N, lambda at: train(at, kind, topology, overlap))
+    for rank in range(N):
+        np.testing.assert_allclose(found[rank][0], want[rank], rtol=0, atol=1e-9, err_msg=f"worker {rank}")
+        np.testing.assert_allclose(found[rank][1], twins[rank].y, rtol=0, atol=1e-9, err_msg=f"y of worker {rank}")
+
+
+@pytest.mark.timeout(120)
+def test_over_sockets_it_is_the_same(replicas):
+    want, _ = law("adamw", "one-peer-exp", N, True)
+    found = replicas(N, train, "adamw", "one-peer-exp", True)
+    np.testing.assert_allclose(np.stack([values for values, *_ in found]), want, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("beta", [0.8, 0.9, 0.95])
+@pytest.mark.parametrize(("topology", "n"), [("base-2", 2), ("base-2", 8), ("base-2", 64), ("ring", 16), ("ring", 64)])
+def test_the_noise_that_is_left_in_the_tracked_momentum(topology, n, beta):
+    """Of gradients that are noise of variance 1 on every worker: the covariances of all y and m, step by step."""
+    made = make_topology(topology, local_world_size=1, world_size=n, rank=0)
+    ones, k = np.eye(n), 1 - beta
+    yy, ym, mm = np.zeros((n, n)), np.zeros((n, n)), np.zeros((n, n))
+    found = []
+    for t in range(120):
+        # At the step, before what was sent in the last one is mixed in: y + (1-β)·(noise - m).
+        found.append(np.trace(yy + k * k * (ones + mm) - k * (ym + ym.T)) / n)
+        w = made.mixing_matrix(t - 1) if t else ones
+        yy, ym = (
+            w @ yy @ w.T + k * k * (ones + mm) - k * (w @ ym + ym.T @ w.T),
+            beta * (w @ ym) - k * beta * mm + k * k * ones,
+        )
+        mm = beta * beta * mm + k * k * ones
+    mean = (1 - beta) / (1 + beta) / n
+    own = (np.mean(found[-30:]) - mean) / (1 - 1 / n) / k**2
+    assert 1.9 < own < 3.3
+    optimizer = GossipAdamW([nn.Parameter(torch.zeros(1))], betas=(beta, 0.999), tracking=True)
+    optimizer.set_replicas(n)
+    of_momentum, of_gradient = optimizer.weights(beta)
+    assert of_momentum + of_gradient == 1
+    # The second moment of the noise beside that of the mean of n gradients: a little off, since 2.5 is not exact.
+    ratio = (of_momentum * np.mean(found[-30:]) + of_gradient) * n
+    assert 0.85 < ratio < (1.2 if of_gradient else n * 3.3 * k**2 + 1)
+
+
+# -- the mean of the momenta -------------------------------------------------------------------------------------------------
+
+
+def spread(found: list[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, np.ndarray]:
+    """Of all workers: the tracked momenta, and their own."""
+    return np.stack([y for _, y, _ in found]), np.stack([m for _, _, m in found])
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"mix_every": 2},
+        {"compression": "int8"},
+        {"compression": "bfloat16"},
+        {"compression": "low-rank:2"},
+        {"compression": "low-rank:2,int8"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_the_mean_of_the_tracked_momenta_is_that_of_the_own_ones(kind, how):
+    """Whatever is lost on the way. Each worker's comes close to it: its own is further away."""
+    tracked, own = spread(run_replicas(N, lambda at: train(at, kind, "base-2", True, **how)))
+    np.testing.assert_allclose(tracked.mean(0), own.mean(0), rtol=0, atol=1e-12)
+    mean = tracked.mean(0)
+    assert np.abs(tracked - mean).mean() < 0.9 * np.abs(own - mean).mean()
+
+
+@pytest.mark.parametrize("compression", [None, "int8"])
+def test_with_weights_it_is_the_weighted_mean(compression):
+    weights = np.array([1.0, 2.0, 4.0, 3.0])
+
+    def run(at: Any) -> tuple[np.ndarray, ...]:
+        return train(at, "adamw", "base-2", True, weight=weights[at.rank], compression=compression)
+
+    tracked, own = spread(run_replicas(N, run))
+    shares = weights / weights.sum()
+    np.testing.assert_allclose(np.einsum("i,ijk->jk", shares, tracked), np.einsum("i,ijk->jk", shares, own), rtol=0, atol=1e-12)
+
+
+def test_it_sends_twice_the_bytes_and_with_int8_half_of_a_float32_copy():
+    def run(at: Any, tracking: bool, compression: str | None) -> int:
+        model = nn.Linear(64, 64)
+        optimizer = GossipAdamW(model.parameters(), tracking=tracking)
+        replica = gossip(model, optimizer, compression=compression, transport=at)
+        for _ in range(4):
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+        sent = replica.stats().bytes_sent
+        replica.close()
+        return sent
+
+    plain, tracked, short = (
+        run_replicas(2, lambda at, how=how: run(at, *how))[0] for how in ((False, None), (True, None), (True, "int8"))
+    )
+    assert tracked == 2 * plain
+    assert short <= 0.55 * plain
+
+
+def test_workers_without_batches_have_a_gradient_of_zero_and_the_mean_stays_exact():
+    """One worker has a third of the batches, one has none; the momentum of those that wait fades as if they had zeros."""
+
+    def run(at: Any) -> tuple[np.ndarray, ...]:
+        model = Linear()
+        optimizer = GossipAdamW(model.parameters(), lr=0.03, betas=(0.8, 0.95), tracking=True)
+        replica = gossip(model, optimizer, topology="base-2", transport=at)
+        with replica.join():
+            for t in range([18, 18, 6, 0][at.rank]):
+                one_step(model, optimizer, at.rank, t)
+        replica.flush()
+        # The last worker's optimizer has made no step: what was mixed is kept for its first one.
+        tracked, own = zip(*replica.momenta._tracked[0]._pairs.values(), strict=True)
+        found = whole(model), torch.cat(tracked).numpy().copy(), torch.cat(own).numpy().copy()
+        replica.close()
+        return found
+
+    tracked, own = spread(run_replicas(N, run))
+    np.testing.assert_allclose(tracked.mean(0), own.mean(0), rtol=0, atol=1e-12)
+    assert np.abs(own[2]).max() < 0.2 * np.abs(own[0]).max()
+    assert np.abs(tracked[3]).max() > 0.1 * np.abs(tracked[0]).max()
+
+
+def test_a_parameter_whose_first_gradient_comes_late_goes_on_from_what_was_mixed():
+    """Without a gradient on one worker, as an expert that nothing was routed to."""
+
+    def run(at: Any) -> tuple[np.ndarray, ...]:
+        model = Linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        replica = gossip(model, optimizer, topology="base-2", rule=MomentumTracking(), transport=at)
+        for t in range(12):
+            model.lower.requires_grad_(True)
+            a, b = (torch.from_numpy(array) for array in data(at.rank, t))
+            optimizer.zero_grad()
+            (model(a) - b).square().mean().backward()
+            if at.rank == 1 and t < 7:
+                model.lower.grad = None
+            optimizer.step()
+        replica.flush()
+        found = whole(model), momenta(optimizer).copy(), momenta(optimizer, "own_momentum").copy()
+        replica.close()
+        return found
+
+    tracked, own = spread(run_replicas(N, run))
+    np.testing.assert_allclose(tracked.mean(0), own.mean(0), rtol=0, atol=1e-12)
+
+
+def test_after_a_change_of_the_members_the_mean_is_exact_again():
+    """Those of the dead would miss in the sum for good."""
+    cluster = simulated("adamw", 5)
+    cluster.kill(2)
+    step(cluster, 5)
+    optimizer = cluster.optimizers[0]
+    states = [optimizer.state[param] for param in optimizer.param_groups[0]["params"]]
+    living = cluster.alive
+    for state in states:
+        torch.testing.assert_close(state["exp_avg"][living].mean(0), state["own_momentum"][living].mean(0), rtol=0, atol=1e-12)
+
+
+def test_what_lossy_groups_have_left_is_forgotten():
+    """Groups of three round their means: their differences do not add up to zero, and the sum is forgotten by and by."""
+    optimizer = GossipAdamW([param := nn.Parameter(torch.zeros(3))], betas=(0.9, 0.999))
+    optimizer.set_replicas(3)
+    tracking = Tracking(optimizer)
+    param.grad = torch.zeros(3)
+    optimizer.step()
+    optimizer.state[param]["exp_avg"].add_(1.0)  # nobody has the other half of this
+    for _ in range(300):
+        optimizer.step()
+        tracking.fade()
+    assert optimizer.state[param]["exp_avg"].abs().max() < 0.06
+
+
+# -- the other drivers ---------------------------------------------------------------------------------------------------------
+
+
+def simulated(kind: str, steps: int, topology: str = "base-2", **how: Any) -> VirtualCluster:
+    rule = None if kind == "adamw" else MomentumTracking()
+    cluster = VirtualCluster(
+        Linear(),
+        OPTIMIZERS[kind],
+        topology,
+        N,
+        loss_fn=lambda model, a, b: (model(a) - b).square().mean(),
+        rule=rule,
+        **how,
+    )
+    for t in range(steps):
+        step(cluster, t)
+    return cluster
+
+
+def step(cluster: VirtualCluster, t: int) -> None:
+    batches = [[torch.from_numpy(array) for array in data(rank, t)] for rank in range(N)]
+    cluster.step(*(torch.stack(column) for column in zip(*batches, strict=True)))
+
+
+def values_of(cluster: VirtualCluster) -> np.ndarray:
+    return np.concatenate([param.numpy() for param in cluster.parameters.values()], axis=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "vectorize", "how"),
+    some_in_the_fast_tests(
+        ["sgd", "lion", "nesterov"], [True, False], [{}, {"overlap": False}, {"mix_every": 2}, {"topology": "complete"}]
+    ),
+)
+def test_the_simulator_equals_real_workers(kind, vectorize, how):
+    real = run_replicas(N, lambda at: train(at, kind, **{"topology": "base-2", "overlap": True, **how}))
+    if kind == "lion" and vectorize:
+        vectorize = None  # it is not known to work element by element
+    found = values_of(simulated(kind, STEPS, vectorize=vectorize, **how))
+    np.testing.assert_allclose(found, np.stack([values for values, *_ in real]), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"overlap": False}, pytest.param({"compression": "int8"}, marks=pytest.mark.slow)], ids=str
+)
+def test_the_simulator_equals_the_wrapper(how):
+    sent = {}
+
+    def run(at: Any) -> np.ndarray:
+        model = DecentralizedDataParallel(
+            Linear(), OPTIMIZERS["adamw"], topology="base-2", rule=MomentumTracking(), transport=at, **how
+        )
+        for t in range(STEPS):
+            a, b = (torch.from_numpy(array) for array in data(at.rank, t))
+            (model(a) - b).square().mean().backward()
+        found = whole(model.module)
+        sent[at.rank] = model.stats().bytes_sent
+        model.close()
+        return found
+
+    real = np.stack(run_replicas(N, run))
+    cluster = simulated("adamw", STEPS, **how)
+    np.testing.assert_allclose(values_of(cluster), real, rtol=0, atol=1e-2 if how.get("compression") else 1e-9)
+    assert cluster.bytes_sent <= sum(sent.values()) <= 1.2 * cluster.bytes_sent
+
+
+def test_under_muon_with_an_adam_for_the_rest():
+    """Muon takes matrices; both momenta are tracked."""
+
+    def run(at: Any) -> tuple[np.ndarray, ...]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        matrices = [param for param in model.parameters() if param.ndim == 2]
+        muon = torch.optim.Muon(matrices, lr=0.02)
+        rest = GossipAdamW([param for param in model.parameters() if param.ndim < 2], lr=0.01, tracking=True)
+        replica = gossip(model, [muon, rest], transport=at)
+        for t in range(STEPS):
+            a, b = (torch.from_numpy(array) for array in data(at.rank, t))
+            muon.zero_grad()
+            rest.zero_grad()
+            (model(a) - b).square().mean().backward()
+            muon.step()
+            rest.step()
+        replica.flush()
+        found = [
+            torch.cat([optimizer.state[param][key].flatten() for param in optimizer.param_groups[0]["params"]]).numpy().copy()
+            for optimizer, keys in ((muon, ("momentum_buffer", "own_momentum")), (rest, ("exp_avg", "own_momentum")))
+            for key in keys
+        ]
+        replica.close()
+        return tuple(found)
+
+    found = run_replicas(N, run)
+    for tracked, own in ((0, 1), (2, 3)):
+        y, m = (np.stack([one[place] for one in found]) for place in (tracked, own))
+        np.testing.assert_allclose(y.mean(0), m.mean(0), rtol=0, atol=1e-9)
+        assert np.abs(y - y.mean(0)).mean() < 0.6 * np.abs(m - m.mean(0)).mean()
+
+
+# -- the optimizer stays the user's ------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_the_users_again_after_a_step():
+    def run(at: Any) -> None:
+        model = Linear()
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        replica = gossip(model, optimizer, topology="complete", rule=MomentumTracking(), transport=at)
+        for t in range(4):
+            a, b = (torch.from_numpy(array) for array in data(at.rank, t))
+            optimizer.zero_grad()
+            (model(a) - b).square().mean().backward()
+            grads = [param.grad for param in model.parameters()]
+            values = [grad.clone() for grad in grads]
+            optimizer.step()
+            assert all(param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True))
+            assert all(torch.equal(grad, value) for grad, value in zip(grads, values, strict=True))
+        replica.close()
+        assert not any("own_momentum" in state for state in optimizer.state.values())
+        before = whole(model)
+        one_step(model, optimizer, at.rank, 9)  # on its own again
+        assert not np.array_equal(before, whole(model))
+
+    run_replicas(2, run)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "lion", "adamw"])
+def test_a_step_with_a_closure_is_the_same(kind):
+    plain, closed = (run_replicas(2, lambda at, c=c: train(at, kind, "complete", True, c)) for c in (False, True))
+    for one, other in zip(plain, closed, strict=True):
+        np.testing.assert_array_equal(one[0], other[0])
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_a_step_that_a_scaler_skips_changes_no_momentum(kind):
+    def run(at: Any) -> None:
+        model = Linear().float()
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        scaler = torch.GradScaler("cpu", init_scale=2.0**7, growth_interval=1000)
+        rule = None if kind == "adamw" else MomentumTracking()
+        replica = gossip(model, optimizer, topology="complete", transport=at, scaler=scaler, rule=rule)
+        for t in range(8):
+            a, b = (torch.from_numpy(array).float() for array in data(at.rank, t))
+            optimizer.zero_grad()
+            scaler.scale((model(a) - b).square().mean() * (torch.inf if t == 4 else 1.0)).backward()
+            before = momenta(optimizer, "own_momentum").copy() if t else None
+            scaler.step(optimizer)
+            if t == 4:
+                np.testing.assert_array_equal(momenta(optimizer, "own_momentum"), before)
+            scaler.update()
+        replica.flush()
+        # Gradients of a loss that was scaled would be 128 times as large.
+        assert np.abs(momenta(optimizer)).max() < 30
+        replica.close()
+
+    run_replicas(2, run)
+
+
+def resumed(at: Any, folder: Any, kind: str, loads: bool) -> tuple[np.ndarray, ...]:
+    model = Linear()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    rule = None if kind == "adamw" else MomentumTracking()
+    replica = gossip(model, optimizer, topology="base-2", rule=rule, transport=at)
+    for t in range(8):
+        one_step(model, optimizer, at.rank, t)
+    save(replica, folder)
+    if loads:
+        for t in range(3):
+            one_step(model, optimizer, at.rank, 50 + t)
+        load(replica, folder)
+    for t in range(8, 14):
+        one_step(model, optimizer, at.rank, t)
+    found = whole(model), momenta(optimizer).copy(), momenta(optimizer, "own_momentum").copy()
+    replica.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path, kind):
+    want = run_replicas(N, lambda at: resumed(at, tmp_path / "continued", kind, loads=False))
+    found = run_replicas(N, lambda at: resumed(at, tmp_path / "saved", kind, loads=True))
+    for one, other in zip(want, found, strict=True):
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("n", [1, 2, 6])
+def test_another_number_of_workers_goes_on_with_the_mean(tmp_path, n):
+    run_replicas(N, lambda at: resumed(at, tmp_path, "adamw", loads=False))
+
+    def go_on(at: Any) -> tuple[np.ndarray, ...]:
+        model = Linear()
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        replica = gossip(model, optimizer, topology="base-2", transport=at)
+        load(replica, tmp_path, resize="mean")
+        for t in range(3):
+            one_step(model, optimizer, at.rank, t)
+        found = whole(model), momenta(optimizer).copy(), momenta(optimizer, "own_momentum").copy()
+        replica.close()
+        return found
+
+    tracked, own = spread(run_replicas(n, go_on))
+    assert np.isfinite(tracked).all()
+    if n > 1:
+        np.testing.assert_allclose(tracked.mean(0), own.mean(0), rtol=0, atol=1e-12)
+
+
+def test_the_state_of_one_worker_on_all_starts_anew():
+    """As scripts for DDP save it. Its own momenta would be counted as often as there are workers."""
+    saved: dict[str, Any] = {}
+
+    def run(at: Any) -> tuple[np.ndarray, ...]:
+        model = Linear()
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        replica = gossip(model, optimizer, rule=MomentumTracking(), transport=at)
+        for t in range(6):
+            one_step(model, optimizer, at.rank, t)
+        replica.flush()
+        found = copy.deepcopy(optimizer.state_dict())
+        if at.rank == 0:
+            saved.update(found)
+        replica.gather("saved")
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        for t in range(6, 9):
+            one_step(model, optimizer, at.rank, t)
+        result = whole(model), momenta(optimizer).copy(), momenta(optimizer, "own_momentum").copy()
+        replica.close()
+        return result
+
+    tracked, own = spread(run_replicas(N, run))
+    np.testing.assert_allclose(tracked.mean(0), own.mean(0), rtol=0, atol=1e-12)
+
+
+class Reassigning(Lion):
+    """It makes a new tensor in each step, and clears the gradients in a hook of its own."""
+
+    makes_new = True
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, 0.01)
+        self.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
+
+
+def test_an_optimizer_that_makes_new_tensors_and_clears_gradients():
+    def run(at: Any) -> tuple[np.ndarray, ...]:
+        model = Linear()
+        optimizer = Reassigning(model.parameters())
+        replica = gossip(model, optimizer, topology="base-2", rule=MomentumTracking("exp_avg"), transport=at)
+        for t in range(STEPS):
+            one_step(model, optimizer, at.rank, t)
+            assert all(param.grad is None for param in model.parameters())
+        found = whole(model), momenta(optimizer).copy(), momenta(optimizer, "own_momentum").copy()
+        replica.close()
+        return found
+
+    want = run_replicas(N, lambda at: train(at, "lion", "base-2", True))
+    for ours, theirs in zip(run_replicas(N, run), want, strict=True):
+        np.testing.assert_allclose(ours[1], theirs[1], rtol=0, atol=1e-12)
+
+
+def test_a_step_that_raises_leaves_the_users_gradients():
+    model = Linear()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    one_step(model, optimizer, 0, 0)
+    tracking = Tracking(optimizer)
+    optimizer.state[model.upper]["momentum_buffer"].add_(1.0)
+    failing = optimizer.register_step_post_hook(lambda *_: 1 / 0)
+    optimizer._optimizer_step_post_hooks.move_to_end(failing.id, last=False)
+    model.upper.grad = torch.ones_like(model.upper)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    failing.remove()
+    optimizer.step()  # corrects the user's gradient, not the one that was corrected before
+    assert torch.equal(model.upper.grad, torch.ones_like(model.upper))
+    tracking.close()
+
+
+def test_other_arguments_of_a_step_stay():
+    got = []
+
+    class Scaled(Lion):
+        def step(self, closure: Any = None, scale: float = 1.0) -> Any:
+            got.append(scale)
+            return super().step(closure)
+
+    param = nn.Parameter(torch.ones(2))
+    optimizer = Scaled([param], 0.1)
+    Tracking(optimizer, "exp_avg")
+
+    def closure() -> Tensor:
+        param.grad = torch.ones(2)
+        return param.sum()
+
+    optimizer.step(closure, 3.0)
+    optimizer.step(closure=closure, scale=2.0)
+    assert got == [3.0, 2.0]
+
+
+def test_after_close_the_optimizer_is_as_it_was():
+    def run(at: Any) -> None:
+        model = Linear()
+        optimizer = GossipAdamW(model.parameters(), lr=0.01)
+        gossip(model, optimizer, rule=MomentumTracking(), transport=at).close()
+        assert not optimizer.tracking
+
+    run_replicas(1, run)
+    assert copy.deepcopy(OPTIMIZERS["adamw"](Linear().parameters())).tracking
+
+
+def test_with_groups_in_another_order_the_simulator_equals_real_workers():
+    """Vectors first, as where they have no decay; each parameter has its turn."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.x = nn.Parameter(torch.from_numpy(np.random.default_rng(7).normal(size=(5, 3))))
+            self.bias = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+        def forward(self, a: Tensor) -> Tensor:
+            return a @ self.x + self.bias
+
+    def optim_fn(named: Any) -> torch.optim.Optimizer:
+        params = [param for _, param in named]
+        groups = [[p for p in params if p.ndim == 1], [p for p in params if p.ndim == 2]]
+        return torch.optim.SGD([{"params": group} for group in groups], lr=0.05, momentum=0.9)
+
+    how: dict[str, Any] = {"mix_every": 2, "rule": MomentumTracking()}
+
+    def run(at: Any) -> np.ndarray:
+        model = Net()
+        optimizer = optim_fn(model.named_parameters())
+        replica = gossip(model, optimizer, topology="base-2", transport=at, **how)
+        for t in range(STEPS):
+            one_step(model, optimizer, at.rank, t)
+        found = torch.cat([param.detach().flatten() for param in model.parameters()]).numpy().copy()
+        replica.close()
+        return found
+
+    cluster = VirtualCluster(Net(), optim_fn, "base-2", N, loss_fn=lambda m, a, b: (m(a) - b).square().mean(), **how)
+    for t in range(STEPS):
+        step(cluster, t)
+    found = np.concatenate([param.flatten(1).numpy() for param in cluster.parameters.values()], axis=1)
+    np.testing.assert_allclose(found, np.stack(run_replicas(N, run)), rtol=0, atol=1e-9)
+
+
+# -- bad input ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "rule", "words"),
+    [
+        (lambda params: torch.optim.AdamW(params), MomentumTracking(), "Use decent_dp.GossipAdamW"),
+        (lambda params: torch.optim.SGD(params), MomentumTracking(), "give it momentum=0.9"),
+        (lambda params: torch.optim.Rprop(params), MomentumTracking(), r"MomentumTracking\(momentum='exp_avg'\)"),
+        (lambda params: torch.optim.NAdam(params), MomentumTracking("exp_avg"), "Use decent_dp.GossipAdamW"),
+        (lambda params: torch.optim.SGD(params, momentum=0.9, dampening=1), MomentumTracking(), "dampening=1"),
+        (lambda params: GossipAdamW(params, tracking=True), OuterNesterov(), "leave one of both out"),
+    ],
+)
+def test_what_cannot_be_tracked_is_refused_on_all_workers(make, rule, words):
+    def run(at: Any) -> str:
+        model = Linear()
+        with pytest.raises(ValueError, match=words) as error:
+            gossip(model, make(model.parameters()), rule=rule, transport=at)
+        return str(error.value)
+
+    assert len(set(run_replicas(2, run))) == 1
+
+
+def test_the_wrapper_names_the_rule_that_is_missing():
+    def run(at: Any) -> None:
+        model = DecentralizedDataParallel(Linear(), OPTIMIZERS["adamw"], transport=at)
+        a, b = (torch.from_numpy(array) for array in data(at.rank, 0))
+        with pytest.raises(ValueError, match=r"rule=MomentumTracking\(\)"):
+            (model(a) - b).square().mean().backward()
+        model.close()
+
+    run_replicas(2, run)
+
+
+def test_an_optimizer_of_the_users_names_its_momentum():
+    kind = type("Sign", (Lion,), {})
+
+    def run(at: Any) -> np.ndarray:
+        model = Linear()
+        optimizer = kind(model.parameters(), lr=0.01)
+        replica = gossip(model, optimizer, topology="base-2", rule=MomentumTracking("exp_avg"), transport=at)
+        for t in range(STEPS):
+            one_step(model, optimizer, at.rank, t)
+        found = whole(model)
+        replica.close()
+        return found
+
+    want = run_replicas(N, lambda at: train(at, "lion", "base-2", True))
+    for ours, (theirs, *_) in zip(run_replicas(N, run), want, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_wrong_name_of_the_momentum_is_an_error_at_the_first_step():
+    kind = type("Sign", (Lion,), {})
+
+    def run(at: Any) -> None:
+        model = Linear()
+        optimizer = kind(model.parameters(), lr=0.01)
+        replica = gossip(model, optimizer, rule=MomentumTracking("momnetum"), transport=at)
+        with pytest.raises(ValueError, match=r"'momnetum', and its state has \['exp_avg'\]"):
+            one_step(model, optimizer, at.rank, 0)
+        replica.close()
+
+    run_replicas(2, run)
+
+
+@pytest.mark.parametrize(("given", "error"), [({"momentum": 1}, TypeError), ({"ahead": 2}, ValueError)])
+def test_wrong_settings_are_named(given, error):
+    with pytest.raises(error, match=f"{next(iter(given))} of MomentumTracking"):
+        MomentumTracking(**given)
