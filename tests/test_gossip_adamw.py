@@ -447,3 +447,20 @@ def test_a_plain_adamw_on_one_worker_is_refused_everywhere():
     messages = run_replicas(2, run)
     assert messages[0] == messages[1]
     assert "GossipAdamW" in messages[0]
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_vectors_take_more_of_their_own_gradient(stacked):
+    """With alternating gradients the momentum is next to nothing, so that the step shows the weight of the gradient."""
+
+    def moved(shape: tuple[int, ...]) -> float:
+        param = nn.Parameter(torch.zeros(3, *shape) if stacked else torch.zeros(shape))
+        optimizer = GossipAdamW([param], lr=0.01, weight_decay=0.0)
+        optimizer.set_replicas(64, stacked=stacked)
+        for t in range(40):
+            before = param.detach().clone()
+            param.grad = torch.full_like(param, 1.0 if t % 2 else -1.0)
+            optimizer.step()
+        return float((param.detach() - before).abs().max())
+
+    assert moved((4,)) < 0.7 * moved((4, 2))

@@ -767,3 +767,20 @@ def test_a_wrong_name_of_the_momentum_is_an_error_at_the_first_step():
 def test_wrong_settings_are_named(given, error):
     with pytest.raises(error, match=f"{next(iter(given))} of MomentumTracking"):
         MomentumTracking(**given)
+
+
+def test_a_worker_that_leaves_rounds_out_makes_up_for_their_fades():
+    def run(at: Any) -> None:
+        model = Linear()
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        replica = gossip(model, optimizer, rule=MomentumTracking(), transport=at)
+        one_step(model, optimizer, at.rank, 0)
+        (tracked, own), *_ = replica.momenta._tracked[0]._pairs.values()
+        tracked.add_(1.0)
+        before = (tracked - own).clone()
+        replica.engine.round_of_others = lambda: 25  # type: ignore[method-assign]
+        replica.catch_up()  # leaves out the rounds 1 to 24, with those that fade after 10 and 20
+        torch.testing.assert_close(tracked - own, before * 0.99**2, rtol=0, atol=1e-12)
+        replica.close()
+
+    run_replicas(1, run)
