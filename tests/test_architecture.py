@@ -287,7 +287,7 @@ def test_files_have_at_most_600_lines():
 
 # Lines of a room at most. The goals are lower (transport 3,200, membership 1,100, replica 2,900, engine 1,000, checkpoint
 # 1,900): these numbers only shrink.
-LINES = {"transport": 8909, "membership": 1813, "replica": 5587, "engine": 994, "checkpoint": 2557, "integrations": 1893}
+LINES = {"transport": 8906, "membership": 1813, "replica": 5587, "engine": 994, "checkpoint": 2557, "integrations": 1893}
 
 
 @pytest.mark.parametrize("room", LINES)

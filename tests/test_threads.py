@@ -131,6 +131,22 @@ def test_an_error_in_a_decision_ends_a_worker_that_is_a_thread():
     ]
 
 
+def test_a_round_that_one_thread_leaves_out_is_left_out_by_both():
+    """Each promises a round, and the other one may mix until a later round."""
+
+    def body(transport: InProcessTransport) -> int:
+        model, optimizer, replica = make(0, transport=transport, topology="ring", compression="low-rank:1")
+        assert transport.neighbours is not None
+        transport.neighbours.stop_mixing_after(9 if transport.rank else 5)
+        for t in range(20):
+            step(model, optimizer, t, transport.rank)
+        return replica.stats().holes
+
+    began = time.monotonic()
+    assert run_replicas(2, body) == [14, 14]
+    assert time.monotonic() - began < 30
+
+
 def has_joiners(rank: int, n: int) -> Any:
     log = Lines()
     model, optimizer, replica = make(rank)

@@ -107,7 +107,7 @@ class LocalHub:
         return "".join(f" Worker {rank} had reported: {self.causes[rank]}" for rank in ranks if rank in self.causes)
 
     def put(self, key: Hashable, rank: int, value: object) -> None:
-        """Adds the value of ``rank`` under ``key``."""
+        """Adds the value of ``rank`` under ``key``; None: it leaves the exchange out."""
         with self._changed:
             self._values.setdefault(key, {})[rank] = value
             self._changed.notify_all()
@@ -121,15 +121,17 @@ class LocalHub:
                 return [rank for rank in ranks if rank not in found]
 
             self._changed.wait_for(lambda: not missing() or any(r in self._lost for r in missing()), self.timeout)
-            if missing():
-                gone = [rank for rank in missing() if rank in self._lost]
-                said = self.said(missing())
-                if gone:
-                    raise PeerLostError(f"worker {gone[0]} is gone; it was needed for {what}.{said}")
+            if absent := missing():
+                said = self.said(absent)
+                if gone := self._lost.intersection(absent):
+                    raise PeerLostError(f"worker {min(gone)} is gone; it was needed for {what}.{said}")
                 raise PeerTimeoutError(
-                    f"worker {missing()[0]} sent nothing for {what} within {self.timeout:g} s. It is slower than that, or it "
+                    f"worker {absent[0]} sent nothing for {what} within {self.timeout:g} s. It is slower than that, or it "
                     f"has made fewer updates: uneven numbers of batches need `with model.join():`.{said}"
                 )
+            if any(value is None for value in found.values()):
+                del self._values[key]
+                raise PeerLostError(f"another worker has left out {what}")
             result = dict(found)
             self._taken[key] = self._taken.get(key, 0) + 1
             if self._taken[key] == len(ranks):
@@ -252,6 +254,8 @@ class _LocalNeighbours(Neighbours):
         self._error: Exception | None = None
 
     def usable(self, edge: Edge, exchange_id: ExchangeId) -> bool:
+        for kind in ("hint", "exchange") if exchange_id.round > self._last else ():  # the other one may mix until a later one
+            self._hub.put((kind, (self._run_id, tuple(sorted(edge.ranks)), exchange_id)), self._rank, None)
         return exchange_id.round <= self._last and not set(edge.ranks) & set(self.lost())
 
     def fail(self, error: Exception) -> None:
@@ -264,17 +268,10 @@ class _LocalNeighbours(Neighbours):
     def living(self) -> list[int]:
         return sorted(set(range(self._hub.world_size)) - set(self.lost()) - {self._rank})
 
-    def silent(self) -> list[int]:
-        return self.lost()
-
     def lost(self) -> list[int]:
         return [rank for rank in self._hub.lost if rank != self._rank]
 
-    def ended(self) -> list[int]:
-        return self.lost()
-
-    def left(self) -> list[int]:
-        return self.lost()
+    silent = ended = left = lost
 
     def reserve_until(self, seconds: float, least: int) -> int:
         last = self._hub.rounds.get((self._run_id, self._rank), -1) + least
