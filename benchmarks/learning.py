@@ -59,8 +59,8 @@ OF_MUON = ("DDP, Muon", "Muon", "Muon, tracking")
 UNEVEN = (*FEW, "gradient tracking", *OF_SGD)
 MORE = (INT8, LOW_RANK, "SGD, tracking, int8", "MT-DAO", RING, HIERARCHICAL, NO_OVERLAP, *OF_MUON)
 AT_HIGHER_RATES = ("DDP", TRACKED, INT8)
-# Training loss as a share of DDP's; points of accuracy, with even and uneven data.
-MAX_LOSS, MAX_GAP, MAX_GAP_UNEVEN = 1.05, 0.3, 1.0
+# Training loss as a share of DDP's; points of accuracy, with even data, and with uneven data at the best and at other rates.
+MAX_LOSS, MAX_GAP, MAX_GAP_UNEVEN, MAX_GAP_FASTER = 1.05, 0.3, 1.0, 1.5
 
 
 @dataclass(frozen=True)
@@ -406,7 +406,7 @@ def settings(tasks: Sequence[str]) -> list[tuple[Run, tuple[str, ...]]]:
         found.append((Run(task, MANY, "", 0.0), FEW))
         if task == "characters":
             found.append((Run(task, 8, "", 0.0, alpha=0.0, real=True), FEW))
-            found.append((Run(task, SIMULATED, "", 0.0, alpha=0.0), (*FEW, INT8, NO_OVERLAP)))
+            found.append((Run(task, SIMULATED, "", 0.0, alpha=0.0), (*FEW, INT8, NO_OVERLAP, "gradient tracking")))
             continue
         found.append((Run(task, 8, "", 0.0, alpha=0.1, real=True), FEW))
         for alpha in ALPHAS:
@@ -432,7 +432,7 @@ def measure(tasks: Sequence[str], seeds: Sequence[int], jobs: int, path: Path) -
     sweeps = {
         (at, base): [
             [replace(at, contender=base, lr=lr, seed=seed, real=False) for seed in seeds_of(at, seeds)]
-            for lr in (RATES if base == "DDP" else SGD_RATES)
+            for lr in (SGD_RATES if base == "DDP, SGD" else RATES)
         ]
         for at, contenders in planned
         for base in map(str, ("DDP", "DDP, SGD", "DDP, Muon"))
@@ -520,13 +520,16 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> str:
 def verdict(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     """What of the goals the recommended contenders have met: GossipAdamW with even data, with tracking with all."""
     said = []
+    best: dict[tuple[Any, ...], float] = {}
     for line in lines:
+        # The first line of a setting is that of the best rate.
+        is_best = line["lr"] == best.setdefault((line["task"], line["n"], line["alpha"], line["real"]), line["lr"])
         if line["contender"] not in (("GossipAdamW", TRACKED) if line["alpha"] is None else (TRACKED, INT8)):
             continue
         if line["alpha"] is None or line["task"] == "characters":
             met = line["loss_ratio"] <= MAX_LOSS and (line["task"] == "characters" or line["gap"] <= MAX_GAP)
         else:
-            met = line["gap"] <= MAX_GAP_UNEVEN
+            met = line["gap"] <= (MAX_GAP_UNEVEN if is_best else MAX_GAP_FASTER)
         apart = line["distance"] / line["last_step"]
         said.append(
             f"{'met' if met else 'missed'}: {line['contender']}, {line['task']}, {line['n']} workers, {data_of(line)}, rate "
