@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from decent_dp import gossip
 from decent_dp.ddp import DecentralizedDataParallel
-from decent_dp.optim import GossipAdamW
+from decent_dp.optim import GossipAdamW, gossip_adamw
 from decent_dp.sim import VirtualCluster
 from decent_dp.topo import Topology, TopologyReg
 from decent_dp.transport import LocalHub, run_replicas
@@ -135,6 +135,24 @@ def test_all_forms_are_equal(how):
     found = run_replicas(2, lambda t: train_gossip(t, "complete", True, **how))
     for rank in range(2):
         np.testing.assert_allclose(found[rank], plain[rank], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("tracking", [False, True])
+def test_parameters_in_blocks_equal_whole_ones(monkeypatch, tracking):
+    def train() -> Tensor:
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(size)) for size in (100, 33, 7)]
+        optimizer = GossipAdamW(params, lr=0.1, tracking=tracking)
+        optimizer.set_replicas(4)
+        for _ in range(5):
+            for param in params:
+                param.grad = torch.randn_like(param)
+            optimizer.step()
+        return torch.cat([param.detach() for param in params])
+
+    found = train()
+    monkeypatch.setattr(gossip_adamw, "_BLOCK", 16)
+    torch.testing.assert_close(train(), found, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("fused", [True, None])

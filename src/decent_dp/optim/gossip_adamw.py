@@ -50,7 +50,9 @@ _OWN_NOISE = 2.5
 # The least w of vectors: norms and biases are few, and at high rates they drive replicas apart first (docs/log.md, "tracked
 # momentum").
 _LEAST_OF_VECTORS = 0.3
-
+# Elements that are updated together on the CPU: five to seven tensors of them stay in a cache of some MiB. With tracking an
+# update takes 17.7 ms with 128 K, 19.1 with 256 K, and 20.5 with 32 K.
+_BLOCK = 128 * 1024
 
 # A parameter of one update, or a part of it: parameter, gradient, momentum, second moment, and with amsgrad the largest second
 # moment, and with tracking the own momentum.
@@ -253,7 +255,7 @@ def _parts(rows: list[_Row]) -> Iterator[list[_Row]]:
         yield rows
         return
     flat = [flat_row(row) for row in rows]
-    yield from blocks(row for row in flat if row is not None)
+    yield from blocks((row for row in flat if row is not None), _BLOCK)
     rest = [row for row, found in zip(rows, flat, strict=True) if found is None]
     if rest:
         yield rest

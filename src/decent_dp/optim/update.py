@@ -357,7 +357,7 @@ def _update_blocked(lists: TensorLists, step: int, hyper: Hyperparameters) -> Te
             _scratch(state_dtype(rows[0][0])),
             torch.ones((), dtype=torch.float32, device="cpu"),
         )
-        for block in blocks(rows):
+        for block in blocks(rows, _BLOCK):
             _update_block(block, scratch, one, arguments, hyper)
             if hyper.ends_window(step):
                 _, _, exp_avgs, exp_avg_sqs, accum_grads = (list(column) for column in zip(*block, strict=True))
@@ -385,16 +385,16 @@ def flat_row(row: _Row) -> _Row | None:
     return tuple(tensor.view(-1) for tensor in permuted)
 
 
-def blocks(rows: Iterable[_Row]) -> Iterator[list[_Row]]:
-    """Groups of at most `_BLOCK` elements. Where a row is cut depends on its own length alone: the kernel rounds its last,
+def blocks(rows: Iterable[_Row], size: int) -> Iterator[list[_Row]]:
+    """Groups of at most `size` elements. Where a row is cut depends on its own length alone: the kernel rounds its last,
     incomplete vector a little differently."""
     block: list[_Row] = []
-    room = _BLOCK
+    room = size
     for row in sorted(rows, key=lambda row: row[0].numel()):  # small rows share blocks
-        for part in zip(*(torch.split(tensor, _BLOCK) for tensor in row), strict=True) if row[0].numel() > _BLOCK else (row,):
+        for part in zip(*(torch.split(tensor, size) for tensor in row), strict=True) if row[0].numel() > size else (row,):
             if part[0].numel() > room:
                 yield block
-                block, room = [], _BLOCK
+                block, room = [], size
             block.append(part)
             room -= part[0].numel()
     if block:
