@@ -137,7 +137,7 @@ def network_of(contender: str) -> dict[str, Any]:
     found: dict[str, Any] = {"topology": TOPOLOGY}
     for part in contender.split(", ")[1:]:
         if part == "tracking":
-            found["rule"] = MomentumTracking()
+            found["rule"] = MomentumTracking("momentum_buffer" if "Muon" in contender else None)
         elif part in ("int8", "low-rank:4,int8"):
             found["compression"] = part
         elif part == "no overlap":

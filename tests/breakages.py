@@ -346,6 +346,36 @@ BREAKAGES = [
         "return 2 * self._replica_weights[other] /",
         "return 2 * self._replica_weights[rank] /",
     ),
+    Breakage(
+        "a worker's own momentum takes what was mixed",
+        "optim/tracking.py",
+        "torch.sub(local(tracked), correction, out=local(own))",
+        "local(own).copy_(local(tracked))",
+    ),
+    Breakage(
+        "own momenta that were loaded count, whosever they are",
+        "optim/tracking.py",
+        "        if not trusted:\n",
+        "        if not trusted and False:\n",
+    ),
+    Breakage(
+        "own momenta stay as they are when the members change",
+        "replica/momenta.py",
+        "            tracking.forget()\n",
+        "            pass\n",
+    ),
+    Breakage(
+        "a worker without a batch has no gradient of zero",
+        "replica/momenta.py",
+        "            tracking.rest()\n",
+        "            pass\n",
+    ),
+    Breakage(
+        "the second moment is that of the momentum alone",
+        "optim/gossip_adamw.py",
+        "w = (self._share - left) / (1 - left) if left < self._share else 0.0",
+        "w = 0.0",
+    ),
 ]
 
 

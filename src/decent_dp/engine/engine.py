@@ -364,7 +364,7 @@ class Engine:
         rule: dict[str, Any] = {"kind": type(self.rule).__name__, "state": {}}
         compression: dict[str, Any] = {}
         for bucket in self.buckets:
-            rule["state"].update({name: state for name, state in bucket.rule_state().items() if state})
+            rule["state"].update({name: state for name, state in bucket.rule_state().items() if state and self.rule.is_saved})
             compression.update(bucket.compression_state())
         return {"round": self.round, "factor": self.factor, "rule": rule, "compression": compression}
 

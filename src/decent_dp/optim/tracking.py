@@ -103,8 +103,11 @@ class Tracking:
 
     def __init__(self, optimizer: Optimizer, entry: str | None = None) -> None:
         self._optimizer, self._entry = optimizer, momentum_of(optimizer, entry)
+        self._is_named = self._entry == entry and not isinstance(optimizer, torch.optim.SGD)
         # The tracked and the own momentum of each parameter; zeros before its first step.
         self._pairs: dict[Tensor, tuple[Tensor, Tensor]] = {}
+        # Those of which the optimizer's state has both.
+        self._begun: set[Tensor] = set()
         # Whether own momenta may be those of another replica (a state dict that was loaded by hand).
         self._unsure = False
         self._loaded: set[Tensor] = set()
@@ -125,17 +128,13 @@ class Tracking:
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         with torch.no_grad():
             for param in (param for group in optimizer.param_groups for param in group["params"] if param.requires_grad):
-                self._pairs[param] = self._first_pair(param)
-
-    def _first_pair(self, param: Tensor) -> tuple[Tensor, Tensor]:
-        state = self._optimizer.state.get(param, {})
-        tracked = state.get(self._entry)
-        if tracked is None:
-            tracked = torch.zeros_like(param, memory_format=torch.preserve_format).detach()
-            return tracked, tracked.clone(memory_format=torch.preserve_format)
-        self._unsure |= OWN in state
-        own = state.setdefault(OWN, tracked.clone(memory_format=torch.preserve_format))
-        return tracked, own
+                # In the parameter's order of memory on all workers, whatever was loaded.
+                zeros = torch.zeros_like(param, memory_format=torch.preserve_format).detach()
+                self._pairs[param] = zeros, zeros.clone(memory_format=torch.preserve_format)
+                state = optimizer.state.get(param, {})
+                if (tracked := state.get(self._entry)) is not None:
+                    self._unsure |= OWN in state
+                    self._put(param, state, tracked, state.get(OWN, tracked))
 
     def close(self) -> None:
         """The optimizer is on its own again: its momentum becomes its own by and by."""
@@ -176,6 +175,9 @@ class Tracking:
             if loaded is not None and loaded is not tracked:
                 self._put(param, state, loaded, state.get(OWN, loaded))
                 found.append(param)
+            elif loaded is None and param in self._begun:  # the state was cleared
+                self._clear(param)
+                found.append(param)
         if not trusted:
             for param in self._pairs if self._unsure else found:
                 tracked, own = self._pairs[param]
@@ -185,6 +187,7 @@ class Tracking:
 
     def _put(self, param: Tensor, state: dict[str, Any], tracked: Tensor, own: Tensor) -> None:
         pair = self._pairs[param]
+        self._begun.add(param)
         for key, tensor, value in ((self._entry, pair[0], tracked), (OWN, pair[1], own)):
             if value.dtype != tensor.dtype or value.shape != tensor.shape:
                 raise RuntimeError(
@@ -194,6 +197,23 @@ class Tracking:
                 )
             local(tensor).copy_(local(value))
             state[key] = tensor
+
+    def _clear(self, param: Tensor) -> None:
+        self._begun.discard(param)
+        for tensor in self._pairs[param]:
+            local(tensor).zero_()
+
+    @torch.no_grad()
+    def drop_unsaved(self) -> bool:
+        """After a load of the whole run: momenta of parameters that had not stepped when it was saved begin with zeros.
+
+        Returns:
+            Whether there are any. What the mixes of others have made of them is lost.
+        """
+        unsaved = [param for param in self._pairs if self._optimizer.state.get(param, {}).get(self._entry) is None]
+        for param in unsaved:
+            self._clear(param)
+        return bool(unsaved)
 
     @torch.no_grad()
     def forget(self) -> None:
@@ -248,13 +268,15 @@ class Tracking:
             scale = (-1.0 if group.get("maximize") else 1.0) * self._scale(group)
             for param in group["params"]:
                 grad = param.grad
-                if grad is None or param not in self._pairs or self._optimizer.state.get(param, {}).get(self._entry) is None:
+                if grad is None or param not in self._pairs:
                     continue
                 if grad.layout != torch.strided:
                     raise RuntimeError(
                         "MomentumTracking does not support sparse gradients, but a parameter of shape "
                         f"{tuple(param.shape)} has one: make it dense (nn.Embedding(..., sparse=False))."
                     )
+                if param not in self._begun:  # the optimizer makes its momentum in this step
+                    continue
                 tracked, own = map(local, self._pairs[param])
                 correction = tracked - own
                 param.grad = placed(torch.add(local(grad), correction.to(grad.dtype), alpha=scale), grad)
@@ -276,6 +298,12 @@ class Tracking:
         for param in self._new:
             state = self._optimizer.state.get(param, {})
             made = state.get(self._entry)
+            if made is not None and self._is_named and _is_sum(made, param.grad):
+                raise ValueError(
+                    f"MomentumTracking was told that '{self._entry}' is the momentum of {type(self._optimizer).__name__}, and "
+                    "its first value is the gradient itself: it is a sum of gradients, and an exponential average is needed "
+                    "(m <- β·m + (1-β)·g). Use torch.optim.SGD or Muon, or an optimizer with such an average."
+                )
             if made is not None:  # goes on from what was mixed before
                 tracked, own = self._pairs[param]
                 self._put(param, state, tracked + made, own + made)
@@ -290,6 +318,11 @@ class Tracking:
     def _scale(self, group: dict[str, Any]) -> float:
         is_sum = isinstance(self._optimizer, torch.optim.SGD)
         return float((1 - group["momentum"]) / (1 - group["dampening"])) if is_sum else 1.0
+
+
+def _is_sum(made: Tensor, grad: Tensor | None) -> bool:
+    """Whether a momentum is the first gradient as it is."""
+    return grad is not None and torch.equal(local(made).abs(), local(grad).abs()) and bool(local(made).any())
 
 
 def _kept(group: dict[str, Any]) -> float:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from decent_dp._dtensors import local
 from decent_dp.engine.layout import TensorSpec
 from decent_dp.optim import GossipAdamW
-from decent_dp.optim.tracking import Tracking
+from decent_dp.optim.tracking import FADE_EVERY, Tracking
 from decent_dp.replica.shares import Shares
 from decent_dp.rules import MomentumTracking, Rule
 
@@ -45,8 +45,8 @@ class Momenta:
         self.whole = [tensor for _, tensor in pairs]
         self._names = {id(param): f"{names[id(param)]} (momentum)" for param, _ in pairs}
         self.tensors = self._parts()
-        named = zip(self._names.values(), self.tensors, strict=True)
-        self.specs = [TensorSpec.of(name, tensor) for name, tensor in named]
+        named = zip(self._names.values(), self.tensors, self.whole, strict=True)
+        self.specs = [TensorSpec.of(name, tensor, whole.numel()) for name, tensor, whole in named]
 
     def _parts(self) -> list[Tensor]:
         shares = self._shares
@@ -60,6 +60,10 @@ class Momenta:
         self.tensors[:] = self._parts()
         return [self._names[id(param)] for param in loaded if id(param) in self._names]
 
+    def drop_unsaved(self) -> bool:
+        """After a load of the whole run (``Tracking.drop_unsaved``)."""
+        return sum(tracking.drop_unsaved() for tracking in self._tracked) > 0
+
     def forget(self) -> list[str]:
         """After a change of the members (``Tracking.forget``). Returns the names of all.
 
@@ -69,9 +73,10 @@ class Momenta:
             tracking.forget()
         return list(self._names.values())
 
-    def fade(self, times: int = 1) -> None:
-        """At the end of some rounds (``Tracking.fade``)."""
-        for tracking in self._tracked:
+    def fade(self, first: int, last: int) -> None:
+        """At the end of the rounds from ``first`` on, before ``last``: every tenth fades (``Tracking.fade``)."""
+        times = -(-last // FADE_EVERY) - -(-first // FADE_EVERY)
+        for tracking in self._tracked if times > 0 else ():
             tracking.fade(times)
 
     def rest(self) -> None:

@@ -26,7 +26,6 @@ from decent_dp.arguments import FLOAT_DTYPES
 from decent_dp.compression import check_compression
 from decent_dp.engine import Bucket, Edit, Engine
 from decent_dp.faults import Roster
-from decent_dp.optim.tracking import FADE_EVERY
 from decent_dp.replica.cadence import Cadence
 from decent_dp.replica.consistency import check_same_call, gather_by_rank
 from decent_dp.replica.construction import Agreement
@@ -243,8 +242,7 @@ class Replica(HookedModel):
             what, ranks = "with" if stepped else "without", self.topology.get_edge(self.engine.round).ranks
             _log.debug("worker %d: round %d %s a step, edge %s", self.world.rank, self.engine.round, what, ranks)
         self.cadence.add(self.engine.round)
-        if self.engine.round % FADE_EVERY == 0:
-            self.momenta.fade()
+        self.momenta.fade(self.engine.round, self.engine.round + 1)
         self.engine.advance()
         self.steps += stepped
 
@@ -257,13 +255,12 @@ class Replica(HookedModel):
     def catch_up(self) -> None:
         """Goes on in the round of the others, if they have gone on without this replica. Called between two rounds."""
         before, target = self.engine.round, self.engine.round_of_others()
-        # At the end of `join` the workers of a sharded replica make no steps together.
-        alone = self._has_run_out and self.shares is None
+        alone = self._has_run_out and self.shares is None  # at the end of `join` sharded ones make no steps together
         target, self._nonfinite_in = self.mates.agree_on(target, self.engine.nonfinite_in, alone=alone)
+        self.momenta.fade(before, target)  # also in rounds that are left out
         self.engine.go_to(target)
         if self.engine.round > before:
             self.cadence.fall_behind(self.engine.round)
-            self.momenta.fade(-(-self.engine.round // FADE_EVERY) - -(-before // FADE_EVERY))
 
     def due(self, every: int) -> bool:
         """Whether it is time for a call of all workers: once in ``every`` rounds, in the same rounds on all workers.
@@ -466,6 +463,7 @@ class Replica(HookedModel):
         rounds = check_same_call(control, engine.round, engine.factor, what, self.monitor)
         if min(rounds) < max(rounds):
             # Those that were silent or late for a while are in other rounds, with as many updates.
+            self.momenta.fade(engine.round, max(rounds))
             engine.go_to(max(rounds))
             if self.mean.backup is None:
                 self.rebind()

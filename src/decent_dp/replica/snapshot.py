@@ -234,8 +234,10 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None]) 
                 engine.mark_stale()  # the rule's state is reset to these values
                 engine.renew()
             weight = None if replica.mean.weights is None else replica.mean.weights[0]
-            is_other = "parameters" in state and (state.get("combined", False) or state.get("weight") != weight)
-            if any(control.gather(is_other)):  # what mixes have changed added up to zero over those that saved, by weight
+            # What mixes have changed added up to zero over those that saved, by weight. A part without parameters may be one
+            # worker's on all.
+            is_other = "parameters" not in state or state.get("combined", False) or state.get("weight") != weight
+            if any(control.gather(replica.momenta.drop_unsaved() or is_other)):
                 replica.momenta.forget()
         if "exchange" in state:
             _log.warning("an older version has saved this: what was in flight is dropped, which leaves the mean as it is")

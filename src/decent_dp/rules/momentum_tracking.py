@@ -46,6 +46,7 @@ class MomentumTracking(Rule):
     ahead: int = 1
 
     acts_alone = False
+    is_saved = False
 
     def __post_init__(self) -> None:
         if not (self.momentum is None or isinstance(self.momentum, str)):

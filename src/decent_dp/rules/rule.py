@@ -52,9 +52,11 @@ class Rule(ABC):
 
     Attributes:
         acts_alone: False: ``apply`` is not called in a round in which nothing was received.
+        is_saved: False: between two rounds the state follows from the values, and no checkpoint has it.
     """
 
     acts_alone: ClassVar[bool] = True
+    is_saved: ClassVar[bool] = True
 
     def state(self, values: Tensor) -> dict[str, Tensor]:
         """The first state, for a bucket with these parameters: named tensors of the shape of ``values``.
