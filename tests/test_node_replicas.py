@@ -55,6 +55,7 @@ CASES = {
     "low-rank": Case({"compression": "low-rank:4"}, tolerance=0.05, steps=15),
     "gossip-adamw": Case({}, partial(GossipAdamW, lr=0.01), clip=0.3, steps=11),
     "tracking": Case({}, partial(GossipAdamW, lr=0.01, tracking=True), clip=0.3),
+    "tracking, mix_every": Case({"mix_every": 5}, partial(GossipAdamW, lr=0.01, tracking=True)),
     "tracking, sgd": Case({"rule": MomentumTracking(), "topology": "complete"}),
 }
 
@@ -98,7 +99,7 @@ def body(rank: int, n: int, plan: list[tuple[int, int, str]]) -> list[Any]:
 
 
 PLANS = [
-    pytest.param(4, [(2, 2, name) for name in ("base-2", "window", "outer", "int8", "tracking, sgd")], id="2x2, some"),
+    pytest.param(4, [(2, 2, name) for name in ("base-2", "window", "outer", "int8", "tracking, mix_every")], id="2x2, some"),
     pytest.param(6, [(3, 2, name) for name in ("ring", "tracking")], id="3x2, some"),
     pytest.param(4, [(2, 2, name) for name in CASES], id="2x2", marks=pytest.mark.slow),
     pytest.param(6, [(3, 2, name) for name in CASES if name != "one-peer-exp"], id="3x2", marks=pytest.mark.slow),

@@ -16,6 +16,7 @@ from decent_dp.checkpoint import load, save
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.optim import GossipAdamW
 from decent_dp.optim.tracking import Tracking
+from decent_dp.replica import replica as replica_module
 from decent_dp.rules import MomentumTracking, OuterNesterov
 from decent_dp.sim import VirtualCluster
 from decent_dp.topo import TopologyReg, make_topology
@@ -537,6 +538,56 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path, kind):
             np.testing.assert_array_equal(a, b)
 
 
+class Branches(nn.Module):
+    """One worker never uses the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_parameters_that_had_not_stepped_when_it_was_saved(tmp_path, kind, elsewhere):
+    """Their momenta, which mixes have made, are in no optimizer's state."""
+
+    def start(at: Any) -> tuple[Any, Any, Any]:
+        model = Branches()
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        rule = None if kind == "adamw" else MomentumTracking()
+        return model, optimizer, gossip(model, optimizer, rule=rule, transport=at)
+
+    def run(at: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+        model, optimizer, replica = start(at)
+
+        def train(first: int, last: int) -> None:
+            for t in range(first, last):
+                optimizer.zero_grad()
+                a = torch.from_numpy(np.random.default_rng((t, at.rank)).normal(size=(4, 3))) + at.rank
+                parts = (model.first,) if at.rank == 1 else (model.first, model.second)
+                sum((part(a) - 1).square().mean() for part in parts).backward()  # type: ignore[union-attr]
+                optimizer.step()
+
+        train(0, 6)
+        save(replica, tmp_path)
+        if elsewhere:
+            replica.close()
+            model, optimizer, replica = start(at)
+        else:
+            train(6, 9)
+        load(replica, tmp_path)
+        train(6, 10)
+        found = [(tracked.numpy().copy(), own.numpy().copy()) for tracked, own in replica.momenta._tracked[0]._pairs.values()]
+        replica.close()
+        return found
+
+    for pairs in zip(*run_replicas(3, run), strict=True):
+        tracked, own = (np.stack(tensors) for tensors in zip(*pairs, strict=True))
+        assert np.abs(tracked).max() > 0.01
+        np.testing.assert_allclose(tracked.mean(0), own.mean(0), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("n", [1, 2, 6])
 def test_another_number_of_workers_goes_on_with_the_mean(tmp_path, n):
     run_replicas(N, lambda at: resumed(at, tmp_path, "adamw", loads=False))
@@ -558,7 +609,8 @@ def test_another_number_of_workers_goes_on_with_the_mean(tmp_path, n):
         np.testing.assert_allclose(tracked.mean(0), own.mean(0), rtol=0, atol=1e-12)
 
 
-def test_the_state_of_one_worker_on_all_starts_anew():
+@pytest.mark.parametrize("with_that_of_gossip", [False, True])
+def test_the_state_of_one_worker_on_all_starts_anew(with_that_of_gossip):
     """As scripts for DDP save it. Its own momenta would be counted as often as there are workers."""
     saved: dict[str, Any] = {}
 
@@ -569,11 +621,13 @@ def test_the_state_of_one_worker_on_all_starts_anew():
         for t in range(6):
             one_step(model, optimizer, at.rank, t)
         replica.flush()
-        found = copy.deepcopy(optimizer.state_dict())
+        found = copy.deepcopy({"optimizer": optimizer.state_dict(), "gossip": replica.state_dict()})
         if at.rank == 0:
             saved.update(found)
         replica.gather("saved")
-        optimizer.load_state_dict(copy.deepcopy(saved))
+        optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        if with_that_of_gossip:
+            replica.load_state_dict(copy.deepcopy(saved["gossip"]))
         for t in range(6, 9):
             one_step(model, optimizer, at.rank, t)
         result = whole(model), momenta(optimizer).copy(), momenta(optimizer, "own_momentum").copy()
@@ -749,6 +803,70 @@ def test_an_optimizer_of_the_users_names_its_momentum():
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("how", ["cleared", "loaded"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_a_state_that_was_cleared_begins_with_no_momentum(kind, how):
+    def run(at: Any) -> tuple[np.ndarray, ...]:
+        model = Linear()
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        fresh = copy.deepcopy(optimizer.state_dict())
+        replica = gossip(model, optimizer, rule=None if kind == "adamw" else MomentumTracking(), transport=at)
+        for t in range(6):
+            one_step(model, optimizer, at.rank, t)
+        optimizer.zero_grad()
+        if how == "cleared":
+            optimizer.state.clear()
+        else:
+            optimizer.load_state_dict(fresh)
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 1e-6)
+        optimizer.step()
+        result = whole(model), momenta(optimizer).copy(), momenta(optimizer, "own_momentum").copy()
+        replica.close()
+        return result
+
+    tracked, own = spread(run_replicas(N, run))
+    assert np.abs(tracked).max() < 1.1e-6  # of one step
+    np.testing.assert_allclose(tracked, own, rtol=0, atol=1e-12)
+
+
+def test_loaded_momenta_take_the_order_of_memory_of_their_parameters():
+    """Buckets mix memory. Worker 0 alone has a momentum, of another order."""
+
+    def run(at: Any) -> list[Tensor]:
+        model = nn.Conv2d(2, 2, 2, bias=False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+        if at.rank == 0:
+            optimizer.state[model.weight]["momentum_buffer"] = torch.arange(16.0).view(2, 2, 2, 2)
+        replica = gossip(model, optimizer, rule=MomentumTracking(), overlap=False, transport=at)
+        replica.mix_only()
+        found = [tracked.clone() for _, tracked in replica.momenta._tracked[0].momenta()]
+        replica.close()
+        return found
+
+    for (found,) in run_replicas(2, run):
+        torch.testing.assert_close(found, 0.45 * torch.arange(16.0).view(2, 2, 2, 2))
+
+
+def test_a_sum_that_is_named_as_the_momentum_is_an_error_at_the_first_step():
+    class Sum(Lion):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for param in self.param_groups[0]["params"]:
+                buffer = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+                param.sub_(buffer.mul_(0.9).add_(param.grad), alpha=0.01)
+
+    def run(at: Any) -> None:
+        model = Linear()
+        optimizer = Sum(model.parameters(), lr=0.01)
+        replica = gossip(model, optimizer, rule=MomentumTracking("exp_avg"), transport=at)
+        with pytest.raises(ValueError, match=r"'exp_avg' is the momentum of Sum.*it is a sum of gradients"):
+            one_step(model, optimizer, at.rank, 0)
+        replica.close()
+
+    run_replicas(2, run)
+
+
 def test_a_wrong_name_of_the_momentum_is_an_error_at_the_first_step():
     kind = type("Sign", (Lion,), {})
 
@@ -769,7 +887,10 @@ def test_wrong_settings_are_named(given, error):
         MomentumTracking(**given)
 
 
-def test_a_worker_that_leaves_rounds_out_makes_up_for_their_fades():
+@pytest.mark.parametrize("how", ["catch_up", "gather"])
+def test_a_worker_that_leaves_rounds_out_makes_up_for_their_fades(monkeypatch, how):
+    monkeypatch.setattr(replica_module, "check_same_call", lambda *of: [1, 25])
+
     def run(at: Any) -> None:
         model = Linear()
         optimizer = OPTIMIZERS["sgd"](model.parameters())
@@ -778,8 +899,12 @@ def test_a_worker_that_leaves_rounds_out_makes_up_for_their_fades():
         (tracked, own), *_ = replica.momenta._tracked[0]._pairs.values()
         tracked.add_(1.0)
         before = (tracked - own).clone()
-        replica.engine.round_of_others = lambda: 25  # type: ignore[method-assign]
-        replica.catch_up()  # leaves out the rounds 1 to 24, with those that fade after 10 and 20
+        # Leaves out the rounds 1 to 24, with those that fade after 10 and 20.
+        if how == "catch_up":
+            replica.engine.round_of_others = lambda: 25  # type: ignore[method-assign]
+            replica.catch_up()
+        else:
+            replica.begin_collective("gather")
         torch.testing.assert_close(tracked - own, before * 0.99**2, rtol=0, atol=1e-12)
         replica.close()
 
