@@ -31,7 +31,8 @@ class MomentumTracking(Rule):
     added once more, which is nearly the next one. So replicas are closer together, at the same bytes, and the mean moves as
     without it.
 
-    Twice the bytes are sent. The state is one more momentum per parameter, and with overlap two copies of the parameters.
+    Twice the bytes are sent. In memory are one more momentum, messages for twice the parameters, and with overlap two copies of
+    the parameters.
 
     Args:
         momentum: the name of the entry in the optimizer's state that is its momentum, an exponential average of the gradients
