@@ -140,6 +140,7 @@ def test_the_contenders_have_the_bytes_that_the_page_says():
 
 def test_the_verdict_names_what_was_missed():
     line = {"contender": "GossipAdamW", "task": "digits", "n": 4, "alpha": None, "distance": 2.0, "last_step": 1.0, "lr": 1.0}
+    line["real"] = False
     met, missed = ({**line, "loss_ratio": ratio, "gap": 0.0} for ratio in (1.05, 1.06))
     assert [text.partition(":")[0] for text in learning.verdict([met, missed])] == ["met", "missed"]
     uneven = {**line, "alpha": 0.1, "loss_ratio": 9.0, "gap": 1.1, "lr": 0.01}
@@ -147,3 +148,6 @@ def test_the_verdict_names_what_was_missed():
     assert learning.verdict([{**uneven, "contender": learning.TRACKED}])[0].startswith(
         "missed: GossipAdamW, tracking, digits, 4 workers, α = 0.1, rate 0.01"
     )
+    of_tracking = {**uneven, "contender": learning.TRACKED, "gap": 1.0}
+    faster = [{**of_tracking, "lr": 0.05, "gap": gap} for gap in (1.4, 1.6)]
+    assert [text.partition(":")[0] for text in learning.verdict([of_tracking, *faster])] == ["met", "met", "missed"]
