@@ -9,7 +9,7 @@ Five forms (`compiled` has a sixth), equal up to rounding:
 * blocked, for other dense parameters on the CPU: block by block, each small enough for the cache, with torch's fused kernel.
 * foreach, for all others: one call for many tensors.
 
-On the CPU the kernel in Numba takes 1.3 times as long as torch's fused AdamW, and the blocked form 2.6 times
+On the CPU the kernel in Numba takes 1.3 times as long as torch's fused AdamW, and the blocked form 2.8 times
 (`make bench-optim`); foreach passes take 3.4 to 6.3 times (docs/log.md, "AccumAdamW in one pass").
 """
 
