@@ -280,6 +280,27 @@ def test_it_sends_twice_the_bytes_and_with_int8_half_of_a_float32_copy():
     assert short <= 0.55 * plain
 
 
+def test_beside_low_rank_messages_the_momentum_is_sent_in_int8():
+    def sent(compression: str, rule: Any) -> int:
+        def run(at: Any) -> int:
+            torch.manual_seed(0)
+            model = nn.Linear(64, 64)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+            replica = gossip(model, optimizer, topology="base-2", rule=rule, compression=compression, transport=at)
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.ones(2, 64)).square().mean().backward()
+                optimizer.step()
+            replica.flush()
+            found: int = replica.stats().bytes_sent
+            replica.close()
+            return found
+
+        return run_replicas(2, run)[0]
+
+    assert sent("low-rank:1", MomentumTracking()) == sent("low-rank:1", None) + sent("int8", None)
+
+
 def test_workers_without_batches_have_a_gradient_of_zero_and_the_mean_stays_exact():
     """One worker has a third of the batches, one has none; the momentum of those that wait fades as if they had zeros."""
 
@@ -848,33 +869,29 @@ def test_loaded_momenta_take_the_order_of_memory_of_their_parameters():
         torch.testing.assert_close(found, 0.45 * torch.arange(16.0).view(2, 2, 2, 2))
 
 
-def test_a_sum_that_is_named_as_the_momentum_is_an_error_at_the_first_step():
-    class Sum(Lion):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            for param in self.param_groups[0]["params"]:
-                buffer = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
-                param.sub_(buffer.mul_(0.9).add_(param.grad), alpha=0.01)
+class Sum(Lion):
+    """Its momentum is a sum of gradients."""
 
-    def run(at: Any) -> None:
-        model = Linear()
-        optimizer = Sum(model.parameters(), lr=0.01)
-        replica = gossip(model, optimizer, rule=MomentumTracking("exp_avg"), transport=at)
-        with pytest.raises(ValueError, match=r"'exp_avg' is the momentum of Sum.*it is a sum of gradients"):
-            one_step(model, optimizer, at.rank, 0)
-        replica.close()
-
-    run_replicas(2, run)
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            buffer = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+            param.sub_(buffer.mul_(0.9).add_(param.grad), alpha=0.01)
 
 
-def test_a_wrong_name_of_the_momentum_is_an_error_at_the_first_step():
-    kind = type("Sign", (Lion,), {})
-
+@pytest.mark.parametrize(
+    ("kind", "name", "words"),
+    [
+        (Sum, "exp_avg", r"'exp_avg' is the momentum of Sum.*it is a sum of gradients"),
+        (type("Sign", (Lion,), {}), "momnetum", r"'momnetum', and its state has \['exp_avg'\]"),
+    ],
+)
+def test_a_wrong_name_of_the_momentum_is_an_error_at_the_first_step(kind, name, words):
     def run(at: Any) -> None:
         model = Linear()
         optimizer = kind(model.parameters(), lr=0.01)
-        replica = gossip(model, optimizer, rule=MomentumTracking("momnetum"), transport=at)
-        with pytest.raises(ValueError, match=r"'momnetum', and its state has \['exp_avg'\]"):
+        replica = gossip(model, optimizer, rule=MomentumTracking(name), transport=at)
+        with pytest.raises(ValueError, match=words):
             one_step(model, optimizer, at.rank, 0)
         replica.close()
 

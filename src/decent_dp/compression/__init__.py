@@ -45,7 +45,7 @@ def check_compression(compression: object) -> type[Compression]:
 
 
 def for_momentum(compression: type[Compression]) -> type[Compression]:
-    """The compression of tracked momenta beside parameters with this one: the same, and 'int8' beside low-rank projections.
+    """Returns the compression of tracked momenta, given that of the parameters: 'int8' if that is low-rank, else the same.
 
     Between two mixes a momentum changes in all directions, of which a projection would take a few.
     """

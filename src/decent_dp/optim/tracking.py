@@ -300,9 +300,10 @@ class Tracking:
             made = state.get(self._entry)
             if made is not None and self._is_named and _is_sum(made, param.grad):
                 raise ValueError(
-                    f"MomentumTracking was told that '{self._entry}' is the momentum of {type(self._optimizer).__name__}, and "
-                    "its first value is the gradient itself: it is a sum of gradients, and an exponential average is needed "
-                    "(m <- β·m + (1-β)·g). Use torch.optim.SGD or Muon, or an optimizer with such an average."
+                    f"MomentumTracking(momentum={self._entry!r}): '{self._entry}' is the momentum of "
+                    f"{type(self._optimizer).__name__}, and its first value is the gradient itself: it is a sum of gradients. "
+                    "Tracking needs an exponential average (m <- β·m + (1-β)·g): use torch.optim.SGD or Muon, or an optimizer "
+                    "with such an average."
                 )
             if made is not None:  # goes on from what was mixed before
                 tracked, own = self._pairs[param]

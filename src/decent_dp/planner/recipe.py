@@ -22,7 +22,7 @@ _TOPOLOGY, _CODE = "base-2", "int8"
 _RANKS, _INTERVALS = (64, 32, 16, 8, 4, 2, 1), (1, 2, 4, 8, 16, 32)
 # Low-rank messages of more numbers than this share of the parameters are no better than whole ones more rarely.
 _MOST_NUMBERS = 0.5
-# A step of GossipAdamW takes so many times one of torch's fused AdamW (benchmarks/results/optim.json).
+# A step of GossipAdamW takes so many times one of torch's fused AdamW, at most: 2.8 to 3.2 were measured (make bench-optim).
 _OPTIMIZER = 3.5
 # What PyTorch's own are called in code.
 _CALLS = {
