@@ -17,6 +17,7 @@ from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.optim import GossipAdamW
 from decent_dp.optim.tracking import Tracking
 from decent_dp.replica import replica as replica_module
+from decent_dp.replica.snapshot import copied, replace_values, take
 from decent_dp.rules import MomentumTracking, OuterNesterov
 from decent_dp.sim import VirtualCluster
 from decent_dp.topo import TopologyReg, make_topology
@@ -278,6 +279,50 @@ def test_it_sends_twice_the_bytes_and_with_int8_half_of_a_float32_copy():
     )
     assert tracked == 2 * plain
     assert short <= 0.55 * plain
+
+
+@pytest.mark.parametrize(("mix_every", "is_sent_ahead"), [(1, True), (2, False)])
+def test_parameters_are_sent_ahead_where_every_step_mixes(mix_every, is_sent_ahead):
+    def run(at: Any, rule: MomentumTracking) -> np.ndarray:
+        model = Linear()
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        replica = gossip(model, optimizer, topology="base-2", rule=rule, mix_every=mix_every, transport=at)
+        for t in range(8):
+            one_step(model, optimizer, at.rank, t)
+        found = whole(model)
+        replica.close()
+        return found
+
+    found, plain = (
+        run_replicas(N, lambda at, rule=rule: run(at, rule)) for rule in (MomentumTracking(), MomentumTracking(ahead=0))
+    )
+    assert np.array_equal(found, plain) != is_sent_ahead
+
+
+def test_a_replica_that_heals_takes_over_no_correction_of_another_one():
+    """C of the replica whose values it gets would count twice."""
+    saved: dict[str, Any] = {}
+
+    def run(at: Any) -> tuple[np.ndarray, ...]:
+        model = Linear()
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        replica = gossip(model, optimizer, topology="base-2", transport=at)
+        for t in range(6):
+            one_step(model, optimizer, at.rank, t)
+        snapshot = copied(take(replica))
+        if at.rank == 0:
+            saved.update(snapshot)
+        replica.gather("saved")
+        if at.rank == 1:
+            replace_values(replica, saved)
+        found = whole(model), momenta(optimizer).copy(), momenta(optimizer, "own_momentum").copy()
+        replica.close()
+        return found
+
+    (_, given, of_other), (_, tracked, own), *_ = run_replicas(N, run)
+    np.testing.assert_array_equal(tracked, given)
+    np.testing.assert_array_equal(own, tracked)
+    assert np.abs(given - of_other).max() > 1e-3
 
 
 def test_beside_low_rank_messages_the_momentum_is_sent_in_int8():
