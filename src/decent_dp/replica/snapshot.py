@@ -201,8 +201,7 @@ def replace_values(replica: Replica, snapshot: dict[str, Any]) -> None:
             undo.pop_all()
         replica.invalidate()
         _write(replica, snapshot)
-        replica.rebind()
-        replica.momenta.forget()  # what mixes had changed was between the other one and its neighbours
+        replica.rebind()  # own momenta start from the tracked ones: what mixes had changed was the other one's
         replica.engine.renew()
 
 
