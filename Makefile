@@ -12,7 +12,7 @@ comma := ,
 OLDEST_PYTHON ?= python3.10
 NEWEST_PYTHON ?= python3.13
 
-.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench holes figures bench-net bench-net-long bench-net-nodes bench-gossip bench-faults-net bench-fast bench-shapes bench-time-to-loss bench-optim bench-coding bench-overhead bench-plan plan-nodes bench-faults bench-slow-faults node-learning bench-large-join bench-unequal bench-unequal-sim bench-membership endurance kills chaos-demo bench-checkpoint examples slurm trace gpu docs dist clean
+.PHONY: help test test-all test-tools slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench holes figures bench-net bench-net-long bench-net-nodes bench-gossip bench-faults-net bench-fast bench-shapes bench-time-to-loss bench-optim bench-coding bench-overhead bench-plan plan-nodes bench-faults bench-slow-faults node-learning bench-large-join bench-unequal bench-unequal-sim bench-membership endurance kills chaos-demo bench-checkpoint examples slurm trace gpu docs dist clean
 
 help:  ## lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -36,6 +36,9 @@ test: lint  ## lint, format, types and the fast tests
 
 test-all: lint types $(VENV)/.installed  ## the same with the slow tests: many kills, the network lab, whole examples
 	$(PYTEST)
+
+test-tools: $(VENV)/.installed  ## the tests of the upper floor: simulator, planner, analysis, plots, command line
+	$(PYTEST) tests/tools
 
 slow: $(VENV)/.installed  ## the fast tests, and which of them take longest
 	$(PYTEST) -m "not slow" --durations=40 --durations-min=1

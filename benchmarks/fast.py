@@ -162,7 +162,7 @@ DRAWN = {
 
 def draw(result: Mapping[str, Any], path: Path) -> Figure:
     """The throughput of each contender over each link, a panel for each number of nodes."""
-    from decent_dp.plots import COLOURS, new_figure, written
+    from decent_dp.tools.plots import COLOURS, new_figure, written
 
     figure = new_figure(10.4, 4.0)
     numbers = sorted({Setup.parse(setup["setup"]).nodes for setup in result["setups"]})

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from decent_dp.plots import COLOURS
+from decent_dp.tools.plots import COLOURS
 from decent_dp.topo import BaseTwoTopology, RingTopology
 
 ROOT = Path(__file__).parents[1]

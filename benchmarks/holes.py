@@ -21,10 +21,10 @@ import torch
 
 from benchmarks.workbench import markdown, run_experiments, write
 from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup
-from decent_dp.sim import Batches, Simulation, VirtualCluster, digits, dirichlet_split
-from decent_dp.sim.experiment import OPTIMIZERS, make_model
+from decent_dp.tools.analysis import analyse, without
+from decent_dp.tools.sim import Batches, Simulation, VirtualCluster, digits, dirichlet_split
+from decent_dp.tools.sim.experiment import OPTIMIZERS, make_model
 from decent_dp.topo import make_topology
-from decent_dp.topo.analysis import analyse, without
 
 # All sets of this many dead are looked at, or so many random ones; of rounds that do not repeat, which take longer, a tenth.
 ROUNDS = [("base-2", n) for n in (8, 12, 16, 24, 32)] + [("one-peer-exp", 16), ("ring", 16), ("random-matching", 16)]

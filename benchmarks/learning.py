@@ -36,7 +36,7 @@ from benchmarks.report import machine
 from benchmarks.workbench import markdown
 from decent_dp.optim import GossipAdamW, lr_scheduler_fn_cosine_with_warmup
 from decent_dp.rules import MomentumTracking
-from decent_dp.sim import VirtualCluster
+from decent_dp.tools.sim import VirtualCluster
 from decent_dp.topo import make_topology
 
 ROOT = Path(__file__).resolve().parents[1]

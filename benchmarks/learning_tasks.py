@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.characters import CharacterTransformer, loss_fn, text
-from decent_dp.sim import Batches, Data, digits, dirichlet_split
+from decent_dp.tools.sim import Batches, Data, digits, dirichlet_split
 
 __all__ = ["TASKS", "Task", "make_task"]
 

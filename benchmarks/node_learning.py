@@ -21,7 +21,7 @@ from benchmarks.characters import loss_fn
 from benchmarks.learning import Run, optim_fn, schedule
 from benchmarks.learning_tasks import make_task
 from benchmarks.report import machine
-from decent_dp.sim import VirtualCluster
+from decent_dp.tools.sim import VirtualCluster
 
 RESULT = Path(__file__).resolve().parents[1] / "docs" / "results" / "node-learning.json"
 WORKERS, STEPS = 8, 500

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.setups import Contender, Setup
-from decent_dp.planner import Choice, Cluster, Job, Link, predict
+from decent_dp.tools.planner import Choice, Cluster, Job, Link, predict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -334,7 +334,7 @@ def draw(panels: Mapping[str, tuple[Sequence[Cell], float, str]], path: Path) ->
 
     Each panel: its cells, the bound, and the attribute of a cell that decides its colour.
     """
-    from decent_dp.plots import COLOURS, new_figure, written
+    from decent_dp.tools.plots import COLOURS, new_figure, written
 
     figure = new_figure(5.5 * len(panels), 4.2)
     for axis, (title, (cells, bound, by)) in zip(

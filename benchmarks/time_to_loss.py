@@ -36,7 +36,7 @@ from benchmarks.loss_worker import FULL_STEPS, PUBLISHED, Run, make_model
 from benchmarks.net import PUBLISHED_PATH, install_published
 from benchmarks.report import machine
 from benchmarks.workbench import markdown
-from decent_dp.planner import Cluster, Job, Link, Recipe, plan, recipe
+from decent_dp.tools.planner import Cluster, Job, Link, Recipe, plan, recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, KEPT = ROOT / "docs" / "results", ROOT / "runs" / "time-to-loss.jsonl"

@@ -33,8 +33,8 @@ import torch
 
 from benchmarks.workbench import markdown, write
 from decent_dp.faults import Tolerate
-from decent_dp.sim import Batches, Simulation, VirtualCluster, digits, dirichlet_split
-from decent_dp.sim.experiment import make_model
+from decent_dp.tools.sim import Batches, Simulation, VirtualCluster, digits, dirichlet_split
+from decent_dp.tools.sim.experiment import make_model
 from decent_dp.topo import Edge, Topology, make_topology
 from decent_dp.transport.liveness import _COMING, _STEPS
 from decent_dp.transport.peer_link import _SHARE

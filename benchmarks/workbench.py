@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 from benchmarks.report import machine
-from decent_dp.planner import Choice, Cluster, Job, Link, default_replica, left_out, more_steps, predict
-from decent_dp.sim import Simulation, run
+from decent_dp.tools.analysis import analyse, consensus_error
+from decent_dp.tools.planner import Choice, Cluster, Job, Link, default_replica, left_out, more_steps, predict
+from decent_dp.tools.sim import Simulation, run
 from decent_dp.topo import make_topology
-from decent_dp.topo.analysis import analyse, consensus_error
 from decent_dp.topo.registry import names_that_fit
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -41,14 +41,12 @@ BELOW: dict[str, set[str]] = {
     "arguments": set(),
     "gradients": set(),
     "kernels": set(),
-    "plots": set(),
 }
 BELOW["topo"] = BELOW["serialization"] = {"errors"}
-for _room in ("rules", "planner"):
-    BELOW[_room] = {"errors", "topo"}
+BELOW["rules"] = {"errors", "topo"}
 BELOW["optim"] = BELOW["rules"] | {"rules", "kernels"}
 BELOW["compression"] = {"errors", "topo", "kernels"}
-BELOW["transport"] = {"errors", "topo", "compression", "planner", "faults", "kernels"}
+BELOW["transport"] = {"errors", "topo", "compression", "faults", "kernels"}
 BELOW["engine"] = BELOW["transport"] | {"transport", "rules"}
 BELOW["membership"] = BELOW["engine"] | {"engine"}
 BELOW["launch"] = BELOW["membership"] | {"membership"}
@@ -61,16 +59,19 @@ BELOW["checkpoint"] = BELOW["ddp"] | {"ddp", "__init__"}
 BELOW["data"] = BELOW["checkpoint"] | {"checkpoint"}
 BELOW["logging"] = BELOW["checkpoint"] | {"checkpoint"}
 BELOW["integrations"] = BELOW["logging"] | {"logging", "launch"}
-BELOW["sim"] = BELOW["engine"] | {"engine", "optim", "arguments", "gradients"}
-BELOW["cli"] = BELOW["logging"] | {"logging", "sim", "optim", "launch", "plots", "utils", "__init__"}
-BELOW["__main__"] = BELOW["cli"] | {"cli"}
+# The upper floor: the library never imports it.
+BELOW["tools"] = BELOW["logging"] | {"logging", "optim", "launch", "utils", "__init__"}
+BELOW["__main__"] = BELOW["sim"] = BELOW["tools"] | {"tools"}
 BELOW["__init__"] = {"errors"}  # other names are looked up lazily
 for _room in BELOW.keys() - {"_checks", "_dtensors", "_sizes", "_compressions"}:
     BELOW[_room] = BELOW[_room] | {"_checks", "_dtensors", "_sizes", "_compressions"}
 BELOW["_compressions"] = {"_checks"}
 
-MAY_IMPORT_DISTRIBUTED = {"transport", "launch", "checkpoint", "cli", "integrations"}
-ONLY_IN = {"matplotlib": {"plots"}, "typer": {"cli"}, "rich": {"cli"}, "sklearn": {"sim"}, "safetensors": {"checkpoint"}}
+# Modules of the upper floor under the names that users know. Nothing of ours imports them.
+DOCUMENTED_NAMES = {"sim", "topo.analysis"}
+
+MAY_IMPORT_DISTRIBUTED = {"transport", "launch", "checkpoint", "tools", "integrations"}
+ONLY_IN = {name: {"tools"} for name in ("matplotlib", "rich", "sklearn", "typer")} | {"safetensors": {"checkpoint"}}
 ONLY_IN["cloudpickle"] = {"launch"}
 ONLY_IN["zmq"] = {"transport"}
 ONLY_IN |= {name: {"integrations"} for name in ("accelerate", "lightning", "ray", "torchmetrics", "transformers")}
@@ -153,8 +154,16 @@ def test_every_module_has_a_room():
 
 
 def test_rooms_import_only_what_is_below_them():
-    wrong = [str(f) for module, target, f in own_imports() if room_of(target) not in BELOW[room_of(module)] | {room_of(module)}]
+    wrong = [
+        str(f)
+        for module, target, f in own_imports()
+        if room_of(target) not in BELOW[room_of(module)] | {room_of(module)} and module not in DOCUMENTED_NAMES
+    ]
     assert wrong == []
+
+
+def test_nothing_of_ours_imports_the_documented_names():
+    assert [str(f) for _, target, f in own_imports(types=True) if target in DOCUMENTED_NAMES] == []
 
 
 def test_the_ladder_itself_goes_one_way():
@@ -250,6 +259,7 @@ def test_the_core_needs_torch_and_numpy_alone():
 # Users choose the names of their subclasses' attributes, so a topology's own are underscored.
 TOPOLOGYS = {"_checked", "_rank", "_edges_ahead", "_final_part", "_next_mix", "_spread", "_time"} | {
     "_pull",
+    *("_h", "_inner", "_local_world_size", "_parts", "_title", "_world_size"),  # of the analysis
     "_replica_weights",
     "_share",
     "_weighted",
@@ -285,14 +295,29 @@ def test_files_have_at_most_600_lines():
     assert {p.name: n for p in FILES if (n := len(p.read_text().splitlines())) > 600} == {}
 
 
-# Lines of a room at most. The goals are lower (transport 3,200, membership 1,100, replica 2,900, engine 1,000, checkpoint
-# 1,900): these numbers only shrink.
-LINES = {"transport": 8906, "membership": 1813, "replica": 5587, "engine": 994, "checkpoint": 2557, "integrations": 1893}
+# Lines of a room: at most today, and the goal. The first numbers only shrink.
+LINES = {
+    "topo": (1799, 1400),
+    "rules": (489, 600),
+    "compression": (1953, 1800),
+    "kernels": (1360, 0),  # theirs are compression's and optim's
+    "optim": (1851, 1700),
+    "transport": (8906, 3200),
+    "engine": (994, 1000),
+    "membership": (1813, 1100),
+    "replica": (5581, 2500),
+    "backward": (1192, 526),  # with _gossip and ddp 1,600
+    "checkpoint": (2557, 1900),
+    "launch": (932, 500),
+    "logging": (701, 350),
+    "integrations": (1893, 1200),
+    "tools": (7169, 4500),
+}
 
 
 @pytest.mark.parametrize("room", LINES)
 def test_rooms_do_not_grow(room: str) -> None:
-    assert sum(len(path.read_text().splitlines()) for path in (SOURCE / room).rglob("*.py")) <= LINES[room]
+    assert sum(len(path.read_text().splitlines()) for path in (SOURCE / room).rglob("*.py")) <= LINES[room][0]
 
 
 def test_only_the_policy_knows_whether_faults_are_tolerated():
@@ -305,10 +330,68 @@ TWICE = {"Gossip"}
 
 
 def test_no_file_or_class_has_the_name_of_another():
-    names = Counter(path.name for path in FILES if path.name != "__init__.py")
+    names = Counter(path.name for path in FILES if path.name != "__init__.py" and module_of(path) not in DOCUMENTED_NAMES)
     for path in FILES:
         names.update(node.name.lstrip("_") for node in tree_of(path).body if isinstance(node, ast.ClassDef))
     assert {name for name, count in names.items() if count > 1} == TWICE
+
+
+# Classes with more than 12 public methods or 15 attributes, and how many: the list only shrinks.
+MOST_METHODS, MOST_ATTRIBUTES = 12, 15
+LARGE: dict[str, tuple[int, int]] = {
+    "_gossip.py:Gossip": (18, 12),
+    "backward/driver.py:BackwardReplica": (23, 30),
+    "compression/codec.py:Compression": (17, 12),
+    "compression/low_rank.py:LowRank": (13, 17),
+    "ddp.py:DecentralizedDataParallel": (29, 6),
+    "engine/engine.py:Engine": (19, 20),
+    "integrations/_lightning_survivors.py:LightningOverSurvivors": (14, 2),
+    "integrations/lightning.py:GossipStrategy": (22, 9),
+    "membership/epochs.py:Epochs": (16, 32),
+    "membership/monitor.py:MembershipMonitor": (14, 12),
+    "replica/replica.py:Replica": (49, 34),
+    "tools/planner/events.py:_Events": (1, 18),
+    "tools/sim/cluster.py:VirtualCluster": (19, 15),
+    "tools/sim/experiment.py:Simulation": (1, 19),
+    "topo/abstract.py:Topology": (15, 7),
+    "transport/collectives.py:Collectives": (7, 26),
+    "transport/flow.py:Flow": (26, 16),
+    "transport/interface.py:Transport": (24, 8),
+    "transport/liveness.py:WireNeighbours": (29, 10),
+    "transport/neighbours.py:Neighbours": (17, 0),
+    "transport/peer_link.py:PeerLink": (18, 41),
+    "transport/process_group.py:ProcessGroupTransport": (21, 15),
+    "transport/rendezvous.py:Rendezvous": (11, 16),
+    "transport/wire.py:Wire": (19, 29),
+}
+
+
+def test_classes_hold_one_idea():
+    """Properties are methods; attributes are those that methods assign to ``self``, and fields of a dataclass."""
+    found = {}
+    for path in FILES:
+        for kind in ast.walk(tree_of(path)):
+            if isinstance(kind, ast.ClassDef):
+                functions = [node for node in kind.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+                methods = {node.name for node in functions if not node.name.startswith("_")}
+                fields = {
+                    node.target.id
+                    for node in kind.body
+                    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+                }
+                assigned = {
+                    node.attr
+                    for function in functions
+                    for node in ast.walk(function)
+                    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+                }
+                size = (len(methods), len(fields | assigned))
+                if size[0] > MOST_METHODS or size[1] > MOST_ATTRIBUTES:
+                    found[f"{path.relative_to(SOURCE)}:{kind.name}"] = size
+    assert found.keys() <= LARGE.keys(), "these classes hold more than one idea"
+    grown = {name: size for name, size in LARGE.items() if name in found and any(map(int.__gt__, found[name], size))}
+    assert grown == {}
+    assert LARGE.keys() - found.keys() == set(), "no longer large: take them from the list"
 
 
 def test_constructors_get_at_most_two_callbacks():
@@ -380,7 +463,7 @@ def test_import_is_lazy_and_quiet():
 
 def test_no_code_prints_or_configures_logging():
     for path in FILES:
-        if room_of(module_of(path)) == "cli":
+        if module_of(path).startswith("tools.cli"):
             continue
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import checkpoint
-from decent_dp.plots import plot_training
+from decent_dp.tools.plots import plot_training
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "checkpoint-format.md"

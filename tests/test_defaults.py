@@ -18,8 +18,8 @@ from decent_dp.checkpoint import AveragedReplica, calibrate, export, load, save
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.optim import AccumAdam, AccumAdamW, optim_fn_accum_adamw, optim_fn_adamw
 from decent_dp.rules import GASLoC, MomentumTracking, OuterNesterov
-from decent_dp.sim import Simulation, run
-from decent_dp.sim.datasets import digits
+from decent_dp.tools.sim import Simulation, run
+from decent_dp.tools.sim.datasets import digits
 from tests.helpers import SGD, seed_cpu
 
 N, STEPS = 2, 6

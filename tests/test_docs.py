@@ -385,7 +385,7 @@ LAUNCHES = [words for words in OURS if words[1] == "launch"]
     ids=" ".join,
 )
 def test_the_command_line_runs_as_shown(words, tmp_path, monkeypatch, capsys):
-    from decent_dp.cli import main
+    from decent_dp.tools.cli import main
 
     monkeypatch.chdir(tmp_path)
     assert main(list(words[1:])) == 0
@@ -396,7 +396,7 @@ def test_the_command_line_runs_as_shown(words, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("words", LAUNCHES, ids=" ".join)
 def test_a_launch_on_a_page_lacks_only_the_readers_script(words, tmp_path, monkeypatch, capsys):
-    from decent_dp.cli import main
+    from decent_dp.tools.cli import main
 
     monkeypatch.chdir(tmp_path)
     assert main(list(words[1:])) == 2
@@ -406,7 +406,7 @@ def test_a_launch_on_a_page_lacks_only_the_readers_script(words, tmp_path, monke
 def test_the_command_prints_the_plan_on_the_page(monkeypatch, capsys):
     page = ROOT / "docs" / "simulate.md"
     command = next(words for words in commands(page) if words[:2] == ["decent-dp", "plan"])
-    from decent_dp.cli import main
+    from decent_dp.tools.cli import main
 
     assert main(command[1:]) == 0
     printed = [line.rstrip() for line in capsys.readouterr().out.strip().splitlines()]
@@ -418,7 +418,7 @@ def test_the_command_prints_the_plan_on_the_page(monkeypatch, capsys):
 def test_the_command_prints_the_call_on_the_page(capsys):
     page = ROOT / "docs" / "very-slow-links.md"
     (command,) = [words for words in commands(page) if words[:2] == ["decent-dp", "plan"]]
-    from decent_dp.cli import main
+    from decent_dp.tools.cli import main
 
     assert main(command[1:]) == 0
     (shown,) = blocks(page, "text")

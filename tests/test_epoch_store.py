@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import decent_dp
-from decent_dp.cli.app import run as command
 from decent_dp.errors import PeerLostError
 from decent_dp.membership import Epoch, joining, runs
 from decent_dp.membership.epoch_store import EpochStore, Promise, newest_epoch
 from decent_dp.membership.runs import Reach, Run, choose, reach, register
+from decent_dp.tools.cli.app import run as command
 from decent_dp.transport.rendezvous import Rendezvous, address_key, network_stack
 from decent_dp.transport.store import add_to
 from tests.helpers import SilentStore

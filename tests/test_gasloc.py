@@ -15,7 +15,7 @@ from torch import nn
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.rules import GASLoC, Gossip, OuterNesterov
 from decent_dp.rules.growth import grows
-from decent_dp.sim import VirtualCluster
+from decent_dp.tools.sim import VirtualCluster
 from decent_dp.topo import make_topology
 from decent_dp.transport import run_replicas
 from tests.helpers import some_in_the_fast_tests

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from decent_dp import gossip
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.optim import GossipAdamW, gossip_adamw
-from decent_dp.sim import VirtualCluster
+from decent_dp.tools.sim import VirtualCluster
 from decent_dp.topo import Topology, TopologyReg
 from decent_dp.transport import LocalHub, run_replicas
 from tests.helpers import some_in_the_fast_tests

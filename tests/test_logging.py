@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import decent_dp
-from decent_dp.cli import main
-from decent_dp.cli import watch as watching
-from decent_dp.cli.inputs import BadInputError
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.logging import Recorder, publish, publisher
 from decent_dp.logging.status import FolderEntries, RunEntry, Status, StoreEntries, open_folder
+from decent_dp.tools.cli import main
+from decent_dp.tools.cli import watch as watching
+from decent_dp.tools.cli.inputs import BadInputError
 from decent_dp.transport import InProcessTransport
 from decent_dp.transport.collectives import Collectives
 from decent_dp.transport.store import server_of

@@ -21,12 +21,12 @@ from decent_dp import DecentralizedDataParallel
 from decent_dp.compression import FlatTensor, LowRank, MessageId, check_compression
 from decent_dp.engine.layout import TensorSpec
 from decent_dp.errors import DisagreementError
-from decent_dp.sim import VirtualCluster
+from decent_dp.tools.sim import VirtualCluster
 from decent_dp.topo import Edge, Topology, make_topology
 from decent_dp.transport import InProcessTransport, run_replicas
 from tests.helpers import some_in_the_fast_tests
 from tests.resuming import MANY, Job, assert_equal, go_on, run_through
-from tests.sim_cases import Case, compare, train_really
+from tests.tools.sim_cases import Case, compare, train_really
 
 CPU = torch.device("cpu")
 ALL = ["low-rank:1", "low-rank:4", "low-rank:2,bfloat16", "low-rank:2,int8"]

@@ -12,7 +12,7 @@ import torch
 
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import DisagreementError, OutOfStepError
-from decent_dp.sim import VirtualCluster
+from decent_dp.tools.sim import VirtualCluster
 from decent_dp.topo import Edge, RingTopology, SwitchTopology, Topology, TopologyReg
 from decent_dp.transport import run_replicas
 from tests.test_law import AdamWTwin, Linear, data, gradient, matrix

@@ -21,7 +21,7 @@ from decent_dp.errors import PeerLostError
 from decent_dp.optim import GossipAdamW
 from decent_dp.replica.nodes import agree_on_nodes, why_no_node
 from decent_dp.rules import MomentumTracking, OuterNesterov
-from decent_dp.sim import VirtualCluster
+from decent_dp.tools.sim import VirtualCluster
 from decent_dp.transport import is_of_network, run_replicas
 from tests.helpers import assert_same
 from tests.sharded_cases import (

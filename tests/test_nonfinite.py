@@ -22,7 +22,7 @@ from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import CheckpointError, NonFiniteError, PeerError
 from decent_dp.integrations._survivors import save_again
 from decent_dp.rules import OuterNesterov
-from decent_dp.sim import VirtualCluster
+from decent_dp.tools.sim import VirtualCluster
 from decent_dp.topo import make_topology
 from decent_dp.transport import run_replicas
 from tests.helpers import SGD, batch, net, some_in_the_fast_tests

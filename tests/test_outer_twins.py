@@ -13,11 +13,11 @@ from torch import nn
 
 from decent_dp.compression import Lossless
 from decent_dp.rules import GASLoC, Gossip, MomentumTracking, OuterNesterov, Rule
-from decent_dp.sim.exchange import SpreadExchange
+from decent_dp.tools.sim.exchange import SpreadExchange
 from decent_dp.transport import run_replicas
 from tests.rule_cases import MomentumGossip, Scaled
-from tests.sim_cases import OPTIMIZERS, STEPS, Case, compare, make_topology, train_really
-from tests.test_sim_exact import hold
+from tests.tools.sim_cases import OPTIMIZERS, STEPS, Case, compare, make_topology, train_really
+from tests.tools.test_sim_exact import hold
 
 OUTER, SLOW = OuterNesterov(momentum=0.6), OuterNesterov(lr=0.5, momentum=0.6)
 TRACKING = MomentumTracking()
@@ -170,7 +170,7 @@ class Messages(Lossless):
 
 
 def _cluster(one: Case, n: int, *, messages: bool) -> Any:
-    from decent_dp.sim import VirtualCluster
+    from decent_dp.tools.sim import VirtualCluster
 
     topology = make_topology(one.topology, n, 0)
     cluster = VirtualCluster(one.make_model(), OPTIMIZERS[one.optimizer], topology, n, **one.both())

@@ -82,8 +82,8 @@ import importlib.util, sys
 assert decent_dp.__file__.startswith(sys.prefix), decent_dp.__file__
 for name in ("pytest", "hypothesis", "typer", "rich", "matplotlib", "sklearn", "scipy"):
     assert importlib.util.find_spec(name) is None, name
-from decent_dp.plots import figure_class
-from decent_dp.sim.datasets import digits
+from decent_dp.tools.plots import figure_class
+from decent_dp.tools.sim.datasets import digits
 for use in (figure_class, digits):
     try:
         use()

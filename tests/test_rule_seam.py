@@ -15,7 +15,7 @@ from decent_dp.compression.int8 import Int8
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.rules import Gossip, OuterNesterov, Round, Rule
 from decent_dp.rules.rule import check_rule
-from decent_dp.sim import VirtualCluster
+from decent_dp.tools.sim import VirtualCluster
 from decent_dp.topo import Edge, TopologyReg, make_topology
 from decent_dp.transport import run_replicas
 from tests.helpers import SGD, alone, loss, net, values

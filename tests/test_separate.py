@@ -15,12 +15,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from decent_dp.cli import launch as command
-from decent_dp.cli import main
 from decent_dp.launch import separate
 from decent_dp.launch.local import Failure, worker_variables
 from decent_dp.launch.separate import Ending, run_separately
-from tests.test_launch_command import BEGIN, JOIN_OR_BEGIN, launch
+from decent_dp.tools.cli import launch as command
+from decent_dp.tools.cli import main
+from tests.tools.test_launch_command import BEGIN, JOIN_OR_BEGIN, launch
 
 BOTH: Mapping[int, int] = {0: 0, 1: 0}
 

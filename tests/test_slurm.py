@@ -20,7 +20,7 @@ import torch
 from decent_dp.checkpoint import latest, read_parameters
 from tests.slurm_cluster import PATH, ROOT, Cluster, missing
 from tests.test_docs import blocks
-from tests.test_launch_command import KEPT
+from tests.tools.test_launch_command import KEPT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

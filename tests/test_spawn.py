@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from decent_dp.launch import spawn
 from tests.test_docs import ROOT, blocks
-from tests.test_launch_command import CLEAN, all_gone, own_lines
+from tests.tools.test_launch_command import CLEAN, all_gone, own_lines
 
 # What a notebook and a script begin with, and what they are asked about afterwards.
 BEGIN = """

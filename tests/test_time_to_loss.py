@@ -29,7 +29,7 @@ from benchmarks.time_to_loss import (
     steps_to,
     timed_run,
 )
-from decent_dp.planner import Choice, Job, more_steps
+from decent_dp.tools.planner import Choice, Job, more_steps
 
 
 def test_steps_are_interpolated_in_their_logarithm():

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.tools.analysis import analyse, consensus_error, mixing_matrix
 from decent_dp.topo import (
     BaseTwoTopology,
     Edge,
@@ -21,7 +22,6 @@ from decent_dp.topo import (
     TopologyReg,
     make_topology,
 )
-from decent_dp.topo.analysis import analyse, consensus_error, mixing_matrix
 from decent_dp.topo.registry import names_that_fit, why_unfit
 from decent_dp.transport import run_replicas
 

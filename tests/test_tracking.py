@@ -19,7 +19,7 @@ from decent_dp.optim.tracking import Tracking
 from decent_dp.replica import replica as replica_module
 from decent_dp.replica.snapshot import copied, replace_values, take
 from decent_dp.rules import MomentumTracking, OuterNesterov
-from decent_dp.sim import VirtualCluster
+from decent_dp.tools.sim import VirtualCluster
 from decent_dp.topo import TopologyReg, make_topology
 from decent_dp.transport import run_replicas
 from tests.helpers import some_in_the_fast_tests

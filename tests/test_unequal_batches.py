@@ -17,7 +17,7 @@ import decent_dp
 from decent_dp.checkpoint import AveragedReplica
 from decent_dp.optim import GossipAdamW
 from decent_dp.rules import GASLoC, MomentumTracking, OuterNesterov
-from decent_dp.sim import VirtualCluster
+from decent_dp.tools.sim import VirtualCluster
 from decent_dp.topo import Edge, Topology, make_topology
 from decent_dp.transport import run_replicas
 

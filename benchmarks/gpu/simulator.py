@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.case import ALONE, GOSSIP, SINGLE, SkipError, Worker, case, raised
 from decent_dp.rules import MomentumTracking, OuterNesterov
-from decent_dp.sim import Simulation, VirtualCluster, run
-from decent_dp.sim import experiment as experiments
-from decent_dp.sim.datasets import Data, digits
+from decent_dp.tools.sim import Simulation, VirtualCluster, run
+from decent_dp.tools.sim import experiment as experiments
+from decent_dp.tools.sim.datasets import Data, digits
 
 # Name of data as the digits': classes as clouds around ten points.
 _CLOUDS = "clouds"

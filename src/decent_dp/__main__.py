@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from decent_dp.cli import main
+from decent_dp.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

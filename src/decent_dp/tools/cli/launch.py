@@ -1,0 +1,254 @@
+"""``decent-dp launch``: workers on this machine, with the environment that they get said aloud. By torchrun, if one failure
+ends all of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from decent_dp.tools.cli.inputs import BadInputError
+
+__all__ = ["EXAMPLES", "launch"]
+
+EXAMPLES = """[bold]Examples[/bold]
+
+decent-dp launch --nproc 4 train.py --epochs 5
+
+decent-dp launch --nproc 4 --max-restarts 3 -m project.train
+
+decent-dp launch --nproc 4 --keep-going --max-restarts 3 train.py
+
+OMP_NUM_THREADS=2 decent-dp launch train.py
+
+Exit codes: 0 fine, 1 a worker failed, 2 bad input, 128 and its number after a signal."""
+
+# More workers than these have to be asked for: on a large machine they would fill the memory.
+_MOST_CHOSEN = 8
+# torch's own handlers of these end the workers.
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_TORCHS_LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api")
+
+_NOT_BEGUN = (
+    ". All have ended: --keep-going needs a run that has begun, with faults= and with a topology that is given by a single name"
+)
+
+
+def launch(
+    script: Annotated[str, typer.Argument(help="A Python file; with -m the name of a module.")],
+    args: Annotated[list[str] | None, typer.Argument(help="What follows is for the script.")] = None,
+    nproc: Annotated[
+        str, typer.Option("--nproc", "-n", help="Workers, or 'auto': one per GPU, else one per core, at most 8.", metavar="N")
+    ] = "auto",
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for python -m.")] = False,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="How often all workers are started again when one has failed.", metavar="N")
+    ] = 0,
+    keep_going: Annotated[
+        bool,
+        typer.Option(
+            "--keep-going", help="When a worker has failed the others go on, and --max-restarts starts it alone again."
+        ),
+    ] = False,
+) -> int:
+    """Start a script on several workers of this machine, as torchrun does; nothing leaves the machine.
+
+    Without --keep-going torchrun starts them, and ends all when one has failed.
+
+    Ctrl-C and SIGTERM are forwarded to all workers, which are killed if they have not ended after 30 seconds.
+    """
+    _check_script(script, module)
+    if nproc != "auto" and not (nproc.isdecimal() and int(nproc) > 0):
+        raise BadInputError(f"--nproc must be a whole number, at least 1, or auto, got '{nproc}'")
+
+    from decent_dp.launch.local import refuse_in_a_worker, worker_environment
+
+    try:
+        refuse_in_a_worker(os.environ, "decent-dp launch")
+    except RuntimeError as error:
+        raise BadInputError(str(error)) from error
+    workers, chosen = _count(nproc)
+    environ = worker_environment(workers, os.environ)
+    _announce(workers, chosen, environ)
+    os.environ.update(environ)
+    command = [*(["-m"] if module else []), script, *(args or [])]
+    if keep_going:
+        return _run_separately(workers, max_restarts, command)
+    for attempt in range(max_restarts + 1):
+        try:
+            return _run(workers, attempt, max_restarts, command)
+        except _WorkerFailedError as error:
+            if attempt == max_restarts:
+                raise
+            _say(f"{error}; all start again (restart {attempt + 1} of {max_restarts})")
+    raise AssertionError("not reached")
+
+
+def _check_script(script: str, module: bool) -> None:
+    if module:
+        # Only the first part: to look for more would import it.
+        name = script.partition(".")[0]
+        if importlib.machinery.PathFinder.find_spec(name, [os.getcwd(), *sys.path]) is None:
+            raise BadInputError(f"there is no module '{name}' here: -m takes the name of a module, as python -m does")
+    elif not Path(script).is_file():
+        hint = ": did you forget -m?" if "/" not in script and not script.endswith(".py") else ""
+        raise BadInputError(f"there is no file '{script}'{hint or ': write the path of a Python file'}")
+
+
+def _count(nproc: str) -> tuple[int, str]:
+    """The number of workers, and where it comes from."""
+    from decent_dp.launch.group import usable_gpus
+    from decent_dp.launch.local import usable_cores
+
+    if nproc != "auto":
+        return int(nproc), "--nproc"
+    gpus, cores = usable_gpus(), usable_cores()
+    if gpus:
+        return gpus, "one per visible GPU; --nproc changes it"
+    if cores > _MOST_CHOSEN:
+        return _MOST_CHOSEN, f"at most {_MOST_CHOSEN} on {cores} cores; --nproc changes it"
+    return cores, "one per core; --nproc changes it"
+
+
+def _announce(workers: int, chosen: str, environ: Mapping[str, str]) -> None:
+    """Says on stderr, since stdout is the script's, what the workers get."""
+    from decent_dp.launch.local import usable_cores
+
+    def whose(name: str, otherwise: str) -> str:
+        return f"{name} is set" if os.environ.get(name) else otherwise
+
+    threads, cores = environ["OMP_NUM_THREADS"], usable_cores()
+    interface = environ.get("GLOO_SOCKET_IFNAME")
+    rows = [
+        ("workers", f"{workers} ({chosen})"),
+        ("backend", _backend(workers)),
+        ("threads", f"{threads} per worker ({whose('OMP_NUM_THREADS', f'{cores} cores')})"),
+        (
+            "network",
+            f"interface {interface} (GLOO_SOCKET_IFNAME is set)"
+            if os.environ.get("GLOO_SOCKET_IFNAME")
+            else f"loopback only{f' ({interface})' if interface else ''}: nothing leaves this machine",
+        ),
+        ("output", "of all workers, here"),
+    ]
+    sys.stderr.write("".join(f"{name:8} {text}\n" for name, text in rows))
+
+
+def _backend(workers: int) -> str:
+    """The backend that ``initialize_dist`` will choose, and why."""
+    from decent_dp.launch.environment import Launch, own_gpu
+    from decent_dp.launch.group import usable_gpus
+
+    gpus = usable_gpus()
+    if own_gpu(Launch("torchrun", 0, workers, 0, workers, "127.0.0.1", 0), gpus, os.environ) is not None:
+        return f"nccl: each worker has its own GPU ({gpus} visible)"
+    return f"gloo: {workers} workers for {gpus} visible GPU{'s' * (gpus > 1)}" if gpus else "gloo: no GPU is visible"
+
+
+def _run_separately(workers: int, max_restarts: int, command: Sequence[str]) -> int:
+    """Without torchrun, which ends all workers when one fails."""
+    from decent_dp.errors import PeerLostError
+    from decent_dp.launch.separate import run_separately
+    from decent_dp.membership.joining import newest_run
+
+    def look(store: str) -> dict[int, int] | None:
+        try:
+            run = newest_run(store)
+        except PeerLostError:
+            return None
+        return None if run is None else {rank: run.epoch.incarnations.get(rank, 0) for rank in run.members}
+
+    outcome = run_separately(workers, command, max_restarts, look, _say)
+    if outcome.signal:
+        _say(f"stopped by {signal.Signals(outcome.signal).name}; the workers have ended")
+        return 128 + outcome.signal
+    if outcome.first is not None:
+        raise _WorkerFailedError(_line_of(outcome.first, workers) + ("" if outcome.begun else _NOT_BEGUN))
+    if len(outcome.finished) < workers:
+        _say(f"{len(outcome.finished)} of {workers} workers have finished")
+    return 0
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"decent-dp: {line}\n")
+
+
+# -- torchrun --------------------------------------------------------------------------------------------------------------
+
+
+class _WorkerFailedError(RuntimeError):
+    """An attempt has failed; the message is about the worker that did first."""
+
+
+def _run(workers: int, attempt: int, max_restarts: int, command: Sequence[str]) -> int:
+    """Runs one attempt. torchrun's own restarts would not say which worker failed first, and would keep the store."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from decent_dp.launch import script
+    from decent_dp.launch.local import store_on
+
+    torchrun: Any = importlib.import_module("torch.distributed.run")  # it has no types
+    store = store_on()
+    with tempfile.TemporaryDirectory(prefix="decent-dp-") as notes:
+        line = ["--rdzv-backend", "static", "--rdzv-endpoint", f"127.0.0.1:{store.port}", "--log-dir", notes]
+        options = torchrun.parse_args([*line, "--nproc-per-node", str(workers), script.__file__])
+        # Not parsed with the rest: torchrun would look for its own options in it. And "$" is for its macros.
+        options.training_script_args = [str(attempt), str(max_restarts), *(part.replace("$", "$$") for part in command)]
+        try:
+            with _quiet_and_undone():
+                torchrun.run(options)
+        except SignalException as stopped:
+            _say(f"stopped by {stopped.sigval.name}; the workers have ended")
+            return 128 + stopped.sigval
+        except ChildFailedError as error:
+            raise _WorkerFailedError(_first_of(error, workers)) from error
+    return 0
+
+
+def _first_of(error: Any, workers: int) -> str:
+    """One line about the worker that failed first."""
+    from decent_dp.launch.local import Failure, cause
+
+    failures = []
+    for rank, found in error.failures.items():
+        # What the worker's own note says; without one torch makes a text up.
+        note = found.message if isinstance(found.message, dict) else {}
+        when = note.get("extraInfo", {}).get("time", found.timestamp)
+        failures.append(Failure(rank, found.exitcode, note.get("message", ""), when))
+    return _line_of(cause(failures), workers)
+
+
+def _line_of(first: Any, workers: int) -> str:
+    return f"worker {first.rank} of {workers} {first}{'; its traceback is above' if first.message else ''}"
+
+
+@contextmanager
+def _quiet_and_undone() -> Iterator[None]:
+    """torchrun without its log lines, which repeat what is said here, and without its signal handlers afterwards.
+
+    LOGLEVEL, torchrun's own variable, keeps all lines.
+    """
+    loggers = [] if "LOGLEVEL" in os.environ else [logging.getLogger(name) for name in _TORCHS_LOGGERS]
+    levels = [logger.level for logger in loggers]
+    handlers = [(number, signal.getsignal(number)) for number in _SIGNALS]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, before in zip(loggers, levels, strict=True):
+            logger.setLevel(before)
+        for number, handler in handlers:
+            signal.signal(number, handler)

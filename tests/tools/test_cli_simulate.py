@@ -1,0 +1,130 @@
+"""``decent-dp simulate``, and the files that commands read and write."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from decent_dp.tools.cli.screen import number, size
+from tests.tools.test_cli import Cli, prepared
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    return prepared(capsys, monkeypatch)
+
+
+# -- simulate --------------------------------------------------------------------------------------------------------------
+
+RUN = "simulate --topology base-2 -n 6 --alpha 0.3 --steps 20 --batch 4 --lr 0.05 --optimizer momentum"
+RUN += " --compression bfloat16 --mix-every 2 --no-overlap --seed 3"
+
+
+def test_simulate_runs_what_was_typed(cli: Cli) -> None:
+    from decent_dp.tools.sim.experiment import Simulation, run
+
+    found = cli.json(RUN)
+    expected = run(
+        Simulation(
+            topology="base-2", n=6, alpha=0.3, steps=20, batch=4, lr=0.05, optimizer="momentum", mix_every=2,
+            compression="bfloat16", overlap=False, seed=3, eval_every=2,
+        )
+    ).to_json()  # fmt: skip
+    assert {**found, "seconds": 0} == {**expected, "seconds": 0, "diverged": None}
+    assert [row["step"] for row in found["rows"]] == list(range(2, 21, 2))
+
+
+def test_simulate_on_a_gpu_that_is_not_there(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out, err, code = cli.all(RUN, "--device", "cuda")
+    assert (out, code, err.count("\n")) == ("", 2, 1)
+    assert "device 'cuda' needs a GPU" in err
+    assert "device must be 'cpu', 'cuda', or a GPU by its number" in cli.all(RUN, "--device", "gpu")[1]
+
+
+@pytest.mark.parametrize("columns", ["40", pytest.param("80", marks=pytest.mark.slow)])
+def test_simulate_prints_its_rows(cli: Cli, tmp_path: Path, columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    plot = tmp_path / "run.png"
+    found, text = cli.json(RUN), cli(RUN, "--plot", str(plot))
+    for row in found["rows"]:
+        cells = [number(row["loss"]), number(row["consensus_distance"])]
+        cells += [f"{100 * row[key]:.1f} %" for key in ("accuracy", "worst_accuracy")] + [size(row["bytes_sent"])]
+        assert re.search(rf"^ *{' +'.join(map(re.escape, [str(row['step']), *cells]))}$", text, re.MULTILINE)
+    assert re.search(r"^step +loss +consensus distance +accuracy +worst replica +sent$", text, re.MULTILINE)
+    assert f"wrote {plot}" in text
+    assert plot.exists()
+    assert "mixed every 2 steps" in text
+    # The words below the table, unfolded: what each number is of.
+    words, last = " ".join(text.split()), found["rows"][-1]
+    assert last["accuracy"] != last["worst_accuracy"]
+    shares = [f"{100 * last[key]:.1f} %" for key in ("accuracy", "worst_accuracy")]
+    assert f"accuracy {shares[0]} of the mean of all replicas, {shares[1]} of the worst" in words
+    assert f"sent {size(last['bytes_sent'] / 6 / 20)} per worker and step, {found['parameters']:,} parameters" in words
+
+
+DIVERGING = "simulate --topology ring -n 4 --steps 20 --batch 4 --lr 1e3"
+
+
+@pytest.mark.parametrize("columns", ["40", pytest.param("80", marks=pytest.mark.slow)])
+def test_a_run_that_diverges(cli: Cli, tmp_path: Path, columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    out, err, code = cli.all(DIVERGING, "--json", "--plot", str(tmp_path / "simulation.png"))
+    found = json.loads(out)
+    assert (code, err) == (1, "decent-dp: diverged by step 2: lower --lr\n")
+    assert found["diverged"] == 2
+    assert found["rows"][0]["loss"] > 1000
+    assert found["rows"][-1]["loss"] is None
+    assert (tmp_path / "simulation.png").exists()
+    text, err, code = cli.all(DIVERGING)
+    assert (code, err.count("\n")) == (1, 1)
+    for row in found["rows"]:
+        cells = [number(row["loss"]), number(row["consensus_distance"]), f"{100 * row['accuracy']:.1f} %"]
+        assert re.search(rf"^ *{row['step']} +{' +'.join(map(re.escape, cells))} ", text, re.MULTILINE)
+
+
+# -- files -----------------------------------------------------------------------------------------------------------------
+
+FILES = {
+    "topology show ring -n 4 --plot": ("a.png", "ring: 4 workers"),
+    "simulate --topology ring -n 4 --steps 2 --batch 2 --plot": ("a.png", "accuracy"),
+    "doctor --out": ("links.json", "backend"),
+}
+
+
+@pytest.mark.parametrize("line", FILES)
+def test_a_place_that_may_not_be_written_to(cli: Cli, tmp_path: Path, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The tests may run as root, who may write everywhere: so it is the question that is answered otherwise.
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    path = locked / FILES[line][0]
+    refused = (
+        f"decent-dp: {line.split()[-1]} {path} cannot be written: give a file in a folder that exists and may be written to\n"
+    )
+    monkeypatch.setattr(os, "access", lambda place, mode: Path(place) != locked or mode != os.W_OK)
+    assert cli.all(line, str(path)) == ("", refused, 2)
+    path.write_text("old")
+    monkeypatch.setattr(os, "access", lambda place, mode: Path(place) != path or mode != os.W_OK)
+    assert cli.all(line, str(path)) == ("", refused, 2)
+    assert path.read_text() == "old"
+    path.unlink()
+    path.mkdir()
+    assert cli.all(line, str(path)) == ("", refused, 2)
+
+
+@pytest.mark.parametrize("line", [line for line in FILES if not line.startswith("doctor")])
+@pytest.mark.parametrize("json_", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_results_are_printed_before_a_file_fails(cli: Cli, tmp_path: Path, line: str, json_: bool) -> None:
+    full = tmp_path / FILES[line][0]
+    full.symlink_to("/dev/full")
+    out, err, code = cli.all(line, str(full), *["--json"][: int(json_)])
+    assert (code, err) == (1, f"decent-dp: {full} could not be written: No space left on device; give another place\n")
+    if json_:
+        json.loads(out)
+    else:
+        assert FILES[line][1] in out

@@ -1,0 +1,516 @@
+"""The planner's model: against closed forms, a simulation in small steps of time, the library's own trees and buckets."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decent_dp._sizes import choose_sizes
+from decent_dp.tools.planner import Choice, Cluster, Job, Link, Prediction, candidates, left_out, plan, predict, prediction
+from decent_dp.tools.planner.events import simulate
+from decent_dp.tools.planner.prediction import make_timing
+from decent_dp.tools.planner.traffic import buckets_of, capacities, collective, make_rounds
+from decent_dp.topo import Edge, Topology, TopologyReg, make_topology
+from decent_dp.transport.groups import find_place
+
+FREE = Link(0.0, math.inf)
+OPE = Choice("decent_dp", "one-peer-exp")
+MIB = 2**20
+
+
+def job(params: float = 10e6, compute_ms: float = 90.0, optimizer_ms: float = 0.0, jitter: float = 0.0, **rest: Any) -> Job:
+    return Job.of_step(params, compute_ms, optimizer_ms=optimizer_ms, jitter=jitter, **rest)
+
+
+def cluster(n: int, local: int = 1, rate: float = math.inf, inside: float = math.inf, **rest: Any) -> Cluster:
+    return Cluster(n, local, Link(0.0, rate), Link(0.0, inside), **rest)
+
+
+# -- closed forms ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "choice", [Choice("ddp"), Choice("push"), OPE, Choice("decent_dp", "complete", "int8"), Choice("decent_dp", "ring")]
+)
+def test_one_worker_takes_its_computation(choice: Choice) -> None:
+    found = predict(cluster(1, rate=1.0), job(optimizer_ms=7), choice)
+    assert found.step_ms == pytest.approx(90)
+    assert (found.waited_ms, found.node_bytes, found.limit) == (0, 0, "compute")
+
+
+@pytest.mark.parametrize("choice", [Choice("ddp"), Choice("push"), OPE, Choice("decent_dp", "complete")])
+def test_links_without_limit_cost_nothing(choice: Choice) -> None:
+    found = predict(cluster(4, 2), job(optimizer_ms=9), choice)
+    assert found.step_ms == pytest.approx(90)
+    assert found.limit == "compute"
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_ddp_bound_by_its_bytes(n: int) -> None:
+    """Forward, the first MiB's share of the backward, the ring's bytes, the optimizer."""
+    rate, work = 10e6, job(optimizer_ms=6)
+    found = predict(cluster(n, rate=rate), work, Choice("ddp"))
+    ring_ms = 1e3 * 2 * (n - 1) / n * 40e6 / rate
+    first = MIB / 40e6
+    assert found.step_ms == pytest.approx(28 + first * 56 + ring_ms + 6)
+    assert found.limit == "links between nodes"
+    assert found.node_bytes == pytest.approx(2 * (n - 1) / n * 40e6)
+
+
+def test_ddp_hides_all_but_its_last_bucket() -> None:
+    """10 buckets in a backward of 600 ms, 10 ms each: only the last one's are seen."""
+    shares = [MIB / 40e6, *[(1 - MIB / 40e6) / 9] * 9]
+    size_mb = shares[1] * 40e6 / MIB
+    rate = 40e6 / 0.1  # two workers: a copy each way
+    found = predict(cluster(2, rate=rate), job(compute_ms=900), Choice("ddp", bucket_mb=size_mb))
+    assert found.step_ms == pytest.approx(900 + 100 * shares[-1], rel=1e-6)
+
+
+def test_ddp_waits_for_the_slowest_of_all() -> None:
+    """Without bytes, a step is the mean of the largest of n draws."""
+    work = job(jitter=0.1)
+    found = predict(cluster(16), work, Choice("ddp"), steps=400)
+    draws = np.random.default_rng(5).standard_normal((100_000, 16)).max(axis=1)
+    s = math.sqrt(math.log1p(0.01))
+    assert found.step_ms == pytest.approx(90 * np.exp(s * draws - s * s / 2).mean(), rel=0.01)
+
+
+@pytest.mark.parametrize(("ms", "step"), [(10, 90), (80, 90), (100, 100), (500, 500)])
+@pytest.mark.parametrize("name", ["one-peer-exp", "ring"])
+def test_a_pair_takes_the_longer_of_bytes_and_compute(name: str, ms: float, step: float) -> None:
+    found = predict(cluster(8, rate=40e6 / (ms * 1e-3)), job(), Choice("decent_dp", name))
+    assert found.step_ms == pytest.approx(step, rel=0.01)
+    assert found.limit == ("links between nodes" if ms > 90 else "compute")
+    assert found.compute_ms == pytest.approx(90)
+    assert found.node_bytes == 40e6
+
+
+def coding(monkeypatch: pytest.MonkeyPatch, int8: float) -> None:
+    """Nanoseconds per parameter."""
+    for backend in prediction._CODING_NS:
+        monkeypatch.setitem(prediction._CODING_NS, backend, {None: 0.0, "bfloat16": 0.0, "int8": int8})
+
+
+def test_compressions_send_fewer_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    coding(monkeypatch, 0.0)
+    for compression, size in ((None, 4), ("bfloat16", 2), ("int8", 1)):
+        found = predict(cluster(4, rate=10e6), job(), replace(OPE, compression=compression))
+        assert found.node_bytes == size * 10e6
+        assert found.step_ms == pytest.approx(size * 1e3, rel=0.01)
+
+
+def test_coding_takes_time_from_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    coding(monkeypatch, 4.0)
+    assert predict(cluster(2), job(), replace(OPE, compression="int8")).step_ms == pytest.approx(90 + 40)
+    assert predict(cluster(2), job(), OPE).step_ms == pytest.approx(90)
+    # Only in steps that mix.
+    every = make_topology("one-peer-exp", local_world_size=1, world_size=2, rank=0).every(4)
+    assert predict(cluster(2), job(), Choice("decent_dp", every, "int8")).step_ms == pytest.approx(90 + 10)
+
+
+def test_rounds_inside_nodes_make_room_for_those_between() -> None:
+    """Two nodes, rounds between and inside by turns: what is sent may take as long as a step and the backward of the next."""
+    room = 90 + 60
+    for ms, step in ((0.85 * room, 90.0), (400.0, (400 + 90 - 60) / 2)):
+        made = cluster(4, 2, rate=40e6 / (ms * 1e-3))
+        found = predict(made, job(), Choice("decent_dp", "alternating-exp-ring"))
+        assert found.step_ms == pytest.approx(step, rel=0.06)
+        assert found.step_ms >= max(90, ms / 2) * (1 - 1e-9)
+
+
+class Across(Topology):
+    """Two nodes; worker i of the one with worker i of the other, always."""
+
+    def _get_topo_edges(self) -> list[list[Edge]]:
+        half = self._world_size // 2
+        return [[Edge([i, i + half], 0.5) for i in range(half)]]
+
+
+def test_flows_share_a_nodes_link_and_all_its_ports() -> None:
+    choice = Choice("decent_dp", Across(4, world_size=8, rank=0))
+    for ports, copies in ((1, 4), (2, 2), (4, 1), (8, 1)):  # a flow alone has no more than one
+        found = predict(cluster(8, 4, rate=40e6, ports=ports), job(), choice)
+        assert found.step_ms == pytest.approx(copies * 1e3, rel=0.01)
+    assert predict(cluster(8, 4, rate=40e6, ports=8, flow_ports=2), job(), choice).step_ms == pytest.approx(500, rel=0.01)
+
+
+def test_links_inside_a_node_limit_a_worker_each() -> None:
+    found = predict(cluster(4, 4, inside=40e6), job(), OPE)
+    assert found.step_ms == pytest.approx(1000, rel=0.01)
+    assert found.limit == "links inside a node"
+
+
+@pytest.mark.parametrize(("name", "n", "rests"), [("ring", 6, 0), ("ring", 5, 1), ("base-2", 6, 1), ("base-2", 5, 2)])
+def test_an_idle_worker_waits_for_more_than_one_exchange(name: str, n: int, rests: int) -> None:
+    """The mean is an exchange. After r rounds in a row without a peer a step takes r + 1 exchanges less r computations; but all
+    workers together have ended a step an exchange after the one before.
+    """
+    made, work, choice = cluster(n, rate=40e6), job(), Choice("decent_dp", name)
+    rounds, shares = make_rounds(made, choice), buckets_of(work, choice, 12)
+    steps = 4 * len(rounds)
+    ends = simulate(rounds, make_timing(made, work, choice, shares, steps, 0), *capacities(made)).ends[2 * len(rounds) - 1 :]
+    assert np.diff(ends, axis=0).mean() == pytest.approx(1.0, rel=0.01)
+    assert np.diff(ends, axis=0).max() == pytest.approx(1.0 + rests * (1.0 - 0.09), rel=0.06)
+    assert np.diff(ends.max(axis=1)).max() == pytest.approx(1.0, rel=0.01)
+
+
+def test_latency_is_distinguished_from_bandwidth() -> None:
+    far = Cluster(4, 1, Link(0.2, 1e12), FREE)
+    found = predict(far, job(), OPE)
+    assert found.limit == "latency"
+    assert found.step_ms == pytest.approx(600, rel=0.15)  # offer, grant and data, but for what a bucket is ahead of the next
+
+
+def test_pushing_sends_one_way() -> None:
+    """8 workers, 2 nodes: 1, 2 and 4 of them cross, each way."""
+    found = predict(cluster(8, 4, rate=40e6), job(), Choice("push"))
+    assert found.node_bytes == pytest.approx(40e6 * 7 / 3)
+    assert found.step_ms == pytest.approx(1e3 * 7 / 3, rel=0.03)
+
+
+def test_messages_take_the_way_out_and_the_way_in() -> None:
+    """Two nodes of two: ways out of nodes 0 and 1, in, then of workers 4 to 7 out and 8 to 11 in."""
+    made = cluster(4, 2)
+    near, far = (round_.transfers for round_ in make_rounds(made, Choice("push")))
+    assert [dict(exchange.loads) for exchange in near] == [{4: 1, 9: 1}, {0: 1, 3: 1}, {6: 1, 11: 1}, {1: 1, 2: 1}]
+    assert [dict(exchange.loads) for exchange in far] == [{0: 1, 3: 1}] * 2 + [{1: 1, 2: 1}] * 2
+    inside, across = (round_.transfers[0] for round_ in make_rounds(made, OPE))
+    assert dict(inside.loads) == dict.fromkeys((4, 5, 8, 9), 1)
+    assert dict(across.loads) == dict.fromkeys(range(4), 1)
+
+
+# -- other computations of the same ------------------------------------------------------------------------------------
+
+
+def in_small_steps(made: Cluster, work: Job, choice: Choice, steps: int, dt: float) -> np.ndarray:
+    """The same rules, by a clock that ticks: (steps, workers) of when each step ended."""
+    rounds, shares = make_rounds(made, choice), buckets_of(work, choice, 12)
+    timing = make_timing(made, work, choice, shares, steps, seed=3, warmup=steps - 12)
+    capacity = capacities(made)[0]
+    n, buckets = made.world_size, len(shares)
+    begun: dict[tuple[int, int, int], dict[int, float]] = {}
+    left: dict[tuple[int, int, int], float] = {}
+    done: dict[tuple[int, int, int], float] = {}
+    where = [(0, 0, 0.0)] * n  # step, bucket, computed until then
+    now, ends = 0.0, np.zeros((steps, n))
+
+    def exchange(t: int, number: int) -> Any:
+        return rounds[t % len(rounds)].transfers[number]
+
+    while any(t < steps for t, _, _ in where):
+        for rank in range(n):
+            t, b, clock = where[rank]
+            while t < steps:
+                ready = clock + timing.factor[t, rank] * timing.work[b]
+                if t > 0:
+                    number = rounds[(t - 1) % len(rounds)].needs[rank]
+                    if number is not None:
+                        if (t - 1, b, number) not in done:
+                            break
+                        ready = max(ready, done[t - 1, b, number])
+                ready += timing.factor[t, rank] * timing.after[b]
+                if ready > now:
+                    break
+                number = rounds[t % len(rounds)].starts[rank]
+                if number is not None:
+                    begun.setdefault((t, b, number), {})[rank] = ready
+                t, b, clock = (t, b + 1, ready) if b + 1 < buckets else (t + 1, 0, ready)
+                if b == 0:
+                    ends[t - 1, rank] = ready
+                where[rank] = (t, b, clock)
+        for key in sorted(key for key, who in begun.items() if key not in left and key not in done):
+            made_of = exchange(key[0], key[2])
+            busy = {lane for other in left for lane in exchange(other[0], other[2]).lanes}
+            if len(begun[key]) == len(made_of.starters) and busy.isdisjoint(made_of.lanes):
+                left[key] = timing.bytes[key[1]]
+        flows = Counter(link for key in left for link, _ in exchange(key[0], key[2]).loads)
+        now += dt
+        for key in list(left):
+            left[key] -= dt * min(capacity[link] / flows[link] / c for link, c in exchange(key[0], key[2]).loads)
+            if left[key] <= 0:
+                del left[key]
+                done[key] = now
+    return ends
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("one-peer-exp", "ring", "alternating-exp-ring")]
+
+
+@pytest.mark.parametrize("name", ["complete", *SLOW])
+def test_events_agree_with_a_clock_that_ticks(name: str) -> None:
+    made = cluster(8, 2, rate=300e6, inside=900e6)
+    work, choice = Job(5e6, 20, 40, 5, jitter=0.2), Choice("decent_dp", name)
+    period = len(make_rounds(made, choice))
+    warmup = period * math.ceil(8 / period)
+    ticked = in_small_steps(made, work, choice, warmup + 12, dt=1e-4)
+    found = predict(made, work, choice, steps=12, seed=3)
+    mean = 1e3 * (ticked[-1] - ticked[warmup - 1]).mean() / 12
+    assert mean > 60
+    assert found.step_ms == pytest.approx(mean, rel=0.02)
+
+
+def merged(monkeypatch: pytest.MonkeyPatch, most: int, *what: Any) -> Prediction:
+    monkeypatch.setattr(prediction, "most_buckets_of", lambda _: most)
+    return predict(*what)
+
+
+@pytest.mark.slow
+def test_merged_buckets_agree_with_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, rate in (("one-peer-exp", 2e9), ("one-peer-exp", 20e9), ("alternating-exp-ring", 8e9), ("ring", 8e9)):
+        made, work = cluster(16, 4, rate=rate), job(params=700e6, compute_ms=400)
+        some, every = (merged(monkeypatch, most, made, work, Choice("decent_dp", name)) for most in (12, 200))
+        assert len(buckets_of(work, some.choice, 200)) > 100
+        assert some.step_ms == pytest.approx(every.step_ms, rel=0.03)
+
+
+def test_buckets_are_the_librarys() -> None:
+    for params in (1000, MIB // 4, 10**6, 4_208_640, 65 * 10**6, 10**9):
+        for limit in (0.5, 10, 25, 400):
+            shares = buckets_of(job(params=params), Choice("decent_dp", "ring", bucket_mb=limit), 10**9)
+            first, size = choose_sizes(4 * params, limit * MIB)
+            assert sum(shares) == pytest.approx(1)
+            assert shares[0] * 4 * params == pytest.approx(min(first, 4 * params))
+            assert max(shares[1:], default=0) * 4 * params <= size * (1 + 1e-9)
+            assert len(shares) == 1 + math.ceil(max(0, 4 * params - first) / size - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("local", "ranks"),
+    [
+        (2, range(8)),
+        (2, [0, 1, 4, 5]),
+        (2, [0, 2, 4, 6]),
+        (2, range(12)),
+        (3, range(12)),
+        (3, [0, 1, 2, 6, 7, 8]),
+        (4, range(4)),
+    ],
+)
+def test_trees_send_what_the_transport_sends(local: int, ranks: Any) -> None:
+    made = cluster(12, local)
+    nodes: dict[int, list[int]] = {}
+    for rank in ranks:
+        nodes.setdefault(rank // local, []).append(rank)
+    pieces = len(nodes) * local * 4
+    between: Counter[int] = Counter()
+    inside: Counter[int] = Counter()
+    for piece in range(pieces):
+        for rank in ranks:
+            place = find_place(list(nodes.values()), piece, rank)
+            branches = [*place.children, *([] if place.parent is None else [place.parent])]
+            for other in (branch.rank for branch in branches):
+                if other // local == rank // local:
+                    inside[rank] += 1
+                else:
+                    between[rank // local] += 1
+    made_of = collective(made, ranks, "tree")
+    assert dict(made_of.crossing) == pytest.approx({node: count / pieces for node, count in between.items()})
+    first = 2 * made.n_nodes
+    out = {link - first: copies for link, copies in made_of.loads if first <= link < first + 12}
+    assert out == pytest.approx({rank: count / pieces for rank, count in inside.items()})
+
+
+def test_bytes_are_those_of_the_analysis() -> None:
+    from decent_dp.tools.analysis import analyse
+
+    made = cluster(16, 4, rate=1e9)
+    for name in TopologyReg.registry:
+        if name in left_out(made) or name == "random-matching":
+            continue
+        topology = TopologyReg.registry[name]
+        told = analyse(topology(4, world_size=16, rank=0), payload=40e6).sent_by_node  # type: ignore[call-arg]
+        assert predict(made, job(), Choice("decent_dp", name)).node_bytes == pytest.approx(told), name
+
+
+def test_a_collectives_bytes_by_backend() -> None:
+    for backend, how, nodes, copies in (
+        ("gloo", "ring", 2, 1.75), ("nccl", "nccl", 2, 1.0), ("nccl", "nccl", 4, 1.875), ("gloo", "tree", 4, 1.5),
+    ):  # fmt: skip
+        made = cluster(4 * nodes, 4, backend=backend)
+        assert dict(collective(made, range(4 * nodes), how).crossing) == pytest.approx(dict.fromkeys(range(nodes), copies))
+
+
+# -- properties --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(
+    name=st.sampled_from(["one-peer-exp", "ring", "complete", "alternating-exp-ring", None]),
+    local=st.sampled_from([1, 2, 4]),
+    rate=st.floats(1e7, 1e11),
+    faster=st.floats(1.0, 20.0),
+)
+def test_more_bandwidth_is_never_slower(name: str | None, local: int, rate: float, faster: float) -> None:
+    choice = Choice("ddp") if name is None else Choice("decent_dp", name)
+    slow, fast = (
+        predict(Cluster(8, local, Link(1e-5, r), Link(1e-5, 10 * r)), job(jitter=0.02), choice).step_ms
+        for r in (rate, rate * faster)
+    )
+    # The order in a queue may change: a few thousandths.
+    assert fast <= slow * 1.005
+
+
+def test_jitter_keeps_the_mean() -> None:
+    assert predict(cluster(1), job(jitter=0.5), OPE, steps=4000).step_ms == pytest.approx(90, rel=0.03)
+
+
+def test_the_seed_decides() -> None:
+    made, work = cluster(8, 2, rate=400e6), job(jitter=0.1)
+    for choice in (Choice("ddp"), OPE):
+        first, again, other = (predict(made, work, choice, seed=seed) for seed in (1, 1, 2))
+        assert first == again
+        assert first.step_ms != other.step_ms
+
+
+def test_jitter_hurts_ddp_more_than_pairs() -> None:
+    made, work = cluster(32), job(jitter=0.1)
+    ddp, pairs = (predict(made, work, choice, steps=60).step_ms for choice in (Choice("ddp"), OPE))
+    assert 90 < pairs < ddp
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_ranks_all_that_fits() -> None:
+    made = Cluster(16, 4, Link(20e-6, 3e9), Link(5e-6, 20e9))
+    found = plan(made, job(params=65e6))
+    names = {prediction.name for prediction in found}
+    assert names == {choice.name for choice in candidates(made)}
+    assert {"ddp", "ring, node", "one-peer-exp, node, int8", "alternating-exp-ring, bfloat16", "hierarchical"} <= names
+    assert "one-peer-exp" not in names
+    for first, second in itertools.pairwise(found):
+        assert second.step_ms > first.step_ms / 1.011  # ties aside
+    for each in found:
+        assert each.step_ms >= 90 * (1 - 1e-9)
+        assert each.step_ms == pytest.approx(each.compute_ms + each.waited_ms)
+        assert each.reason
+        assert "\n" not in each.reason
+        assert each.as_dict()["limit"] == each.limit
+        assert each.as_dict()["mix_every"] == each.choice.mix_every
+
+
+def test_ties_go_to_better_mixing_and_less_compression(monkeypatch: pytest.MonkeyPatch) -> None:
+    coding(monkeypatch, 0.0)
+    work = Job(1e6, 30, 60, jitter=0)
+    names = [found.name for found in plan(cluster(8, rate=1e12), work)]
+    assert names.index("one-peer-exp") < names.index("one-peer-exp, bfloat16") < names.index("one-peer-exp, int8")
+    assert names.index("one-peer-exp, int8") < names.index("ring")  # the one averages exactly, the other does not
+    one = plan(
+        cluster(8, rate=1e12), work, [Choice("decent_dp", "ring"), Choice("decent_dp", "complete", "bfloat16"), Choice("ddp")]
+    )
+    assert [found.name for found in one] == ["ddp", "complete, bfloat16", "ring"]
+    assert one[0].mixing == 0
+
+
+def test_a_misfit_is_left_out_with_the_reason() -> None:
+    made = cluster(6, 2)
+    assert "power of two" in left_out(made)["one-peer-exp"]
+    names = {found.name for found in plan(made, job())}
+    assert "ring, node" in names
+    assert not any("one-peer-exp" in name for name in names)
+    with pytest.raises(ValueError, match="power of two"):
+        plan(made, job(), [OPE])
+
+
+def test_other_sizes_of_bucket_are_listed_where_they_matter() -> None:
+    made, work = Cluster(8, 1, Link(2e-3, 1e9), FREE), job(params=65e6, compute_ms=150)
+    found = plan(made, work)
+    ddp = {p.choice.bucket_mb: p.step_ms for p in found if p.name == "ddp"}
+    assert 25 in ddp
+    assert len(ddp) > 1
+    usual = {p.name: p.step_ms for p in found if p.choice.bucket_mb == 25}
+    assert all(abs(p.step_ms / usual[p.name] - 1) > 0.01 for p in found if p.choice.bucket_mb != 25)
+
+
+def test_a_composition_is_judged_by_its_last_part() -> None:
+    made = cluster(8, rate=400e6)
+    found, last = (predict(made, job(), Choice("decent_dp", name)) for name in ("complete:500,one-peer-exp", "one-peer-exp"))
+    assert found.node_bytes == last.node_bytes
+    assert found.step_ms == pytest.approx(last.step_ms, rel=0.01)
+
+
+def test_mixing_every_other_step_halves_the_bytes() -> None:
+    topology = TopologyReg.registry["one-peer-exp"](1, world_size=8, rank=0)  # type: ignore[call-arg]
+    found = predict(cluster(8, rate=400e6), job(), Choice("decent_dp", topology.every(2)))
+    assert found.node_bytes == 20e6
+
+
+def test_needs_no_torch() -> None:
+    code = (
+        "import sys; from decent_dp.tools.planner import *; "
+        "plan(Cluster(4, 2, Link(0, 1e9), Link(0, 1e9)), Job.of_step(1e6, 10)); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+LINK, NAN = Link(0, 1e9), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Link(-1e-6, 1e9), "latency_s must be a number of at least 0, got -1e-06: give seconds"),
+        (lambda: Link(math.inf, 1e9), "latency_s .* got inf"),
+        (lambda: Link(0, 0), "bytes_per_s must be a number of at least 1, got 0: give bytes per second"),
+        (lambda: Link(0, -5), "bytes_per_s .* got -5"),
+        (lambda: Link(0, NAN), "bytes_per_s .* got nan"),
+        (lambda: Link(0, "25gbit"), "bytes_per_s .* got '25gbit'"),  # type: ignore[arg-type]
+        (lambda: Link.of_gbit(0), "gbit must be a number above 0, got 0: give Gbit/s"),
+        (lambda: Cluster(0, 1, LINK, LINK), "world_size, the number of workers, must be a whole number, at least 1, got 0"),
+        (lambda: Cluster(-4, 1, LINK, LINK), "world_size, .* got -4"),
+        (lambda: Cluster(8, 0, LINK, LINK), "local_world_size, .* got 0"),
+        (lambda: Cluster(8, 3, LINK, LINK), "local_world_size=3 does not divide world_size=8: every node"),
+        (lambda: Cluster(4.0, 1, LINK, LINK), "world_size, .* got 4.0"),  # type: ignore[arg-type]
+        (lambda: Cluster(8, 2, 25.0, LINK), "inter must be a Link, got 25.0: write Link"),  # type: ignore[arg-type]
+        (lambda: Cluster(8, 2, LINK, LINK, backend="mpi"), "backend must be 'gloo' or 'nccl', got 'mpi'"),
+        (lambda: Cluster(8, 2, LINK, LINK, ports=0), "ports, the number of links per node, must be a whole number, .* got 0"),
+        (lambda: Cluster(8, 2, LINK, LINK, flow_ports=2), "flow_ports=2 is more than ports=1"),
+        (lambda: Job(0, 1, 1), "params must be a number above 0, got 0"),
+        (lambda: Job(NAN, 1, 1), "params .* got nan"),
+        (lambda: Job(1e6, -1, 1), "forward_ms must be a number of at least 0, got -1: give milliseconds"),
+        (lambda: Job(1e6, 0, 0), "are all 0: give the milliseconds"),
+        (lambda: Job(1e6, 1, 1, jitter=1.5), "jitter must be below 1, got 1.5"),
+        (lambda: Job.of_step(1e6, 0), "step_ms must be a number above 0, got 0"),
+        (lambda: Job.of_step(1e6, 5, optimizer_ms=6), "optimizer_ms=6 is more than step_ms=5"),
+        (lambda: Choice("theirs"), "kind must be 'ddp', 'hsdp', 'fsdp', 'decent_dp' or 'push', got 'theirs'"),
+        (lambda: Choice("decent_dp"), "topology must be a name or a Topology, got None"),
+        (lambda: Choice("ddp", "ring"), "topology='ring' is for kind='decent_dp' only, got kind='ddp'"),
+        (lambda: Choice("decent_dp", "ring", "int4"), "Choice: compression must be None .*, got 'int4'"),
+        (lambda: Choice("ddp", compression="int8"), "compression='int8' is for kind='decent_dp' only"),
+        (lambda: Choice("ddp", bucket_mb=0), "bucket_mb must be a number above 0, got 0: give MiB"),
+        (lambda: predict(cluster(4), job(), OPE, steps=0), "steps must be a whole number, at least 1, got 0"),
+        (lambda: predict(cluster(4), job(), OPE, steps=2.5), "steps must be a whole number, at least 1, got 2.5"),  # type: ignore[arg-type]
+        (lambda: predict(cluster(4), job(), OPE, seed=-1), "seed must be a whole number, at least 0, got -1"),
+        (lambda: predict(cluster(4, rate=1.0), job(params=1e15), OPE), "a step would take years: 1e\\+15 parameters"),
+        (lambda: predict(cluster(4, rate=1.0), job(params=1e12), OPE), "a step would take years"),
+        (lambda: Link(0, 1e-320), "bytes_per_s must be a number of at least 1, got 1e-320"),
+        (lambda: Cluster(8, 2, LINK, LINK, backend=["gloo"]), "backend must be 'gloo' or 'nccl', got \\['gloo'\\]"),  # type: ignore[arg-type]
+        (lambda: Choice(["ddp"]), "kind must be 'ddp', .* or 'push', got"),  # type: ignore[arg-type]
+        (lambda: Choice("decent_dp", "ring", replica="host"), "replica must be 'worker' or 'node', got 'host'"),
+        (lambda: Choice("ddp", replica="node"), "replica='node' is for kind='decent_dp' only"),
+        (lambda: predict(cluster(4, 4), job(), replace(OPE, replica="node")), "several workers each, got world_size=4"),
+        (lambda: predict(cluster(4), job(), Choice("hsdp")), "several have several workers each"),
+        (lambda: predict(cluster(4), job(), Choice("fsdp")), "fsdp does not fit a model that is not sharded: it is for a Job"),
+        (lambda: predict(cluster(4, 2), job(sharded=True), OPE), "does not fit a model that is sharded: take replica='node'"),
+        (lambda: Choice("decent_dp", "ring", ["int8"]), "compression must be None .*, got \\['int8'\\]"),  # type: ignore[arg-type]
+        (lambda: predict(cluster(4), job(), Choice("decent_dp", "rong")), "unknown topology 'rong': did you mean 'ring'"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_reported_in_one_line(make: Any, said: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=said) as caught:
+        make()
+    assert "\n" not in str(caught.value)

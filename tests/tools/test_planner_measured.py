@@ -1,0 +1,253 @@
+"""The planner against measured steps: the network lab's, a published table's; and links that the doctor has measured."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import plan as bench
+from benchmarks.plan import LAB_BOUND, LAB_SETUPS, PAPER, PAPER_BOUND, Cell
+from decent_dp.tools.planner import Choice, Cluster, Job, Link, predict
+
+
+@cache
+def lab() -> list[Cell]:
+    return bench.check_lab()
+
+
+@cache
+def paper() -> list[Cell]:
+    return bench.check_paper()
+
+
+# -- the network lab ---------------------------------------------------------------------------------------------------
+
+
+def test_the_lab_is_predicted() -> None:
+    cells = lab()
+    assert {cell.setup for cell in cells} == set(LAB_SETUPS)
+    assert len(cells) == 29
+    assert {cell.contender for cell in cells} >= {"ddp", "ours:complete", "ours:one-peer-exp:int8", "ours:alternating-exp-ring"}
+    assert {f"{c.setup} {c.contender}": c.error for c in cells if abs(c.error) > LAB_BOUND} == {}
+
+
+def test_the_labs_order_is_predicted() -> None:
+    """Of contenders that are 5 % apart: int8 and bfloat16 are nearer to each other than what the lab repeats to.
+
+    Two are wrong: 36 random rounds are a small sample, and links of groups, whose messages move in steps, are fuller than the
+    model of random requests says.
+    """
+    assert bench.wrong_orders(lab(), least=0.05) == [
+        "8x1-60, 8 workers: ours:complete is faster than ddp",
+        "3x2-100, 6 workers: ddp is faster than ours:random-matching",
+    ]
+
+
+def test_coding_costs_what_was_measured() -> None:
+    """Of two workers on one machine: the mean step on int8 less that on float32."""
+    data = json.loads((bench.RESULTS / "real-2.json").read_text())
+    means = {line["contender"]: line["mean_ms"] for line in data["lines"]}
+    made, job = Cluster(2, 2, Link(0, 1e9), Link(20e-6, 2e9)), Job.of_step(data["parameters"], means["alone"])
+    plain, coded = (predict(made, job, Choice("decent_dp", "one-peer-exp", how)).step_ms for how in (None, "int8"))
+    assert coded - plain == pytest.approx(means["ours:one-peer-exp:int8"] - means["ours:one-peer-exp"], rel=0.03)
+
+
+def test_nothing_is_fitted_to_the_lab(tmp_path: Path) -> None:
+    """Other measured steps, of all but the worker alone: the same predictions."""
+    for name in (*LAB_SETUPS, "optim"):
+        data = json.loads((bench.RESULTS / f"{name}.json").read_text())
+        for line in data.get("lines", []):
+            line["mean_ms"] *= 1 if line["contender"] == "alone" else 3
+        (tmp_path / f"{name}.json").write_text(json.dumps(data))
+    assert [cell.predicted_ms for cell in bench.check_lab(tmp_path)] == [cell.predicted_ms for cell in lab()]
+
+
+# -- the published table -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_table_is_predicted() -> None:
+    cells = [cell for cell in paper() if not cell.fitted]
+    assert len(cells) == 24
+    far = {(cell.setup, cell.workers, cell.contender) for cell in cells if abs(cell.error) > PAPER_BOUND}
+    assert far == {("A40", 16, "SGP")} == bench.OUTSIDE
+    assert max(abs(cell.error) for cell in cells) < 0.30
+    assert sum(abs(cell.error) for cell in cells) / len(cells) < 0.10
+
+
+@pytest.mark.slow
+def test_the_tables_order_is_predicted() -> None:
+    assert bench.wrong_orders(paper()) == []
+    turned = [replace(cell, predicted_ms=1 / cell.predicted_ms) for cell in paper()]
+    assert len(bench.wrong_orders(turned)) > 30  # the check can fail
+
+
+@pytest.mark.slow
+def test_pairs_take_longer_than_node_groups_on_the_slow_network() -> None:
+    found = {(cell.setup, cell.workers, cell.contender): cell.predicted_ms for cell in paper()}
+    for n in (16, 32):
+        assert found["A40", n, "one-peer-exp"] > 1.2 * found["A40", n, "alternating-exp-ring"]
+        assert found["A40", n, "all-reduce"] > 1.5 * found["A40", n, "one-peer-exp"]
+
+
+@pytest.mark.slow
+def test_only_the_rows_of_the_fewest_workers_are_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = bench.fit_paper()
+    for name, cluster in PAPER.items():
+        rows = {n: row if n == cluster.fewest else tuple(9 * ms for ms in row) for n, row in cluster.rows.items()}
+        monkeypatch.setitem(PAPER, name, replace(cluster, rows=rows))  # type: ignore[arg-type]
+    assert bench.fit_paper.__wrapped__() == fit
+    for name, cluster in PAPER.items():
+        rows = {n: tuple(1.1 * ms for ms in row) if n == cluster.fewest else row for n, row in cluster.rows.items()}
+        monkeypatch.setitem(PAPER, name, replace(cluster, rows=rows))  # type: ignore[arg-type]
+    assert bench.fit_clusters(fit.ports) != fit
+
+
+@pytest.mark.slow
+def test_one_link_a_node_is_refused_by_a_fitted_row() -> None:
+    fit = bench.fit_clusters(1)
+    row = PAPER["A40"].rows[8]
+    assert bench.paper_prediction("A40", 8, "one-peer-exp", fit)[0] > 1.3 * row[2]
+    assert bench.fit_paper().ports == 2
+
+
+# -- what is committed -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_committed_tables_are_these() -> None:
+    fresh = bench.as_json(lab(), paper(), bench.fit_paper())
+    committed = json.loads((bench.RESULTS / "plan.json").read_text())
+    assert committed["wrong_orders"] == fresh["wrong_orders"]
+    for part in ("lab", "paper"):
+        assert [row["contender"] for row in committed[part]] == [row["contender"] for row in fresh[part]]
+        for old, new in zip(committed[part], fresh[part], strict=True):
+            assert old["predicted_ms"] == pytest.approx(new["predicted_ms"], rel=1e-3)
+    tables = (bench.RESULTS / "plan.md").read_text()
+    for cell in lab():
+        assert f"| {cell.setup} | {cell.contender} | {cell.measured_ms:.0f} |" in tables
+
+
+@pytest.mark.slow
+def test_the_figure_shows_every_cell(tmp_path: Path) -> None:
+    cells = [bench.Cell("8x1", "ddp", 8, 10, 11, False, ""), bench.Cell("8x1", "ring", 8, 20, 19, True, "")]
+    other = [bench.Cell("A40", "ddp", 8, 10, 10, False, "")]
+    figure = bench.draw({"a": (cells, 0.15, "setup"), "b": (other, 0.2, "contender")}, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    drawn = [
+        (float(x), round(float(y), 6))
+        for axis in figure.axes
+        for line in axis.lines
+        if line.get_marker() == "o"
+        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
+    ]
+    assert sorted(drawn) == [(10, 0), (10, 10), (20, -5)]
+
+
+# -- the doctor's file -------------------------------------------------------------------------------------------------
+
+
+def measured(n: int = 4, local: int = 2, **changed: Any) -> dict[str, Any]:
+    def matrix(inside: float, across: float) -> list[list[float | None]]:
+        return [[None if i == j else inside if i // local == j // local else across for j in range(n)] for i in range(n)]
+
+    nodes = [i // local for i in range(n)]
+    data = {"format": "decent_dp-doctor-1", "world_size": n, "nodes": nodes, "more": 1}
+    return {**data, "latency_us": matrix(10, 80), "mbit_s": matrix(8000, 200), **changed}
+
+
+def written(tmp_path: Path, data: Any) -> Path:
+    path = tmp_path / "links.json"
+    path.write_text(data if isinstance(data, str) else json.dumps(data))
+    return path
+
+
+def test_measured_links_become_a_cluster(tmp_path: Path) -> None:
+    found = Cluster.from_measured(written(tmp_path, measured()))
+    assert (found.world_size, found.local_world_size, found.backend) == (4, 2, "gloo")
+    assert (found.inter.latency_s, found.inter.bytes_per_s) == pytest.approx((80e-6, 25e6))
+    assert (found.intra.latency_s, found.intra.bytes_per_s) == pytest.approx((10e-6, 1e9))
+    assert Cluster.from_measured(written(tmp_path, measured()), backend="nccl").backend == "nccl"
+    assert Cluster.from_measured(written(tmp_path, measured(backend="cpu:gloo,cuda:nccl"))).backend == "nccl"
+
+
+def test_one_slow_node_slows_all(tmp_path: Path) -> None:
+    data = measured(8)
+    for i in range(8):
+        for j in range(8):
+            if i // 2 != j // 2 and 3 in (i // 2, j // 2):
+                data["mbit_s"][i][j] = 50
+    found = Cluster.from_measured(written(tmp_path, data))
+    assert found.inter.bytes_per_s == pytest.approx(50e6 / 8)
+
+
+def test_a_pair_is_as_fast_as_its_slower_side(tmp_path: Path) -> None:
+    """A pair is as fast as the slower of its nodes, and as the slower of its directions."""
+    data = measured(8)
+    for i in range(8):
+        for j in range(8):
+            if i // 2 != j // 2 and max(i // 2, j // 2) > 1:
+                data["mbit_s"][i][j] = 50 if i < j else 400
+    found = Cluster.from_measured(written(tmp_path, data))
+    assert found.inter.bytes_per_s == pytest.approx(50e6 / 8)
+
+
+def test_kinds_of_links_that_are_not_there_do_not_limit(tmp_path: Path) -> None:
+    assert Cluster.from_measured(written(tmp_path, measured(2, 2))).inter.bytes_per_s == math.inf
+    assert Cluster.from_measured(written(tmp_path, measured(2, 1))).intra.bytes_per_s == math.inf
+    alone = Cluster.from_measured(written(tmp_path, measured(1, 1)))
+    assert alone.world_size == 1
+
+
+def _with(name: str, value: Any) -> dict[str, Any]:
+    data = measured()
+    data[name][0][3] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ("{", "is no JSON"),
+        ("[1]", "format must be 'decent_dp-doctor-1', got 'list'"),
+        (measured(format="other"), "got 'other'"),
+        ({}, "format must be 'decent_dp-doctor-1', got None"),
+        (measured(world_size=0), "world_size must be a whole number of at least 1, got 0"),
+        (measured(world_size="4"), "world_size .* got '4'"),
+        (measured(nodes=[0, 0, 1]), "nodes must hold the node number of each of the 4 workers"),
+        (measured(nodes=[0, 1, 0, 1]), "equally many workers each, with ranks one after another"),
+        (measured(nodes=[0, 0, 0, 1]), "equally many workers each"),
+        (measured(mbit_s=[[None]]), "mbit_s must be a matrix of 4 x 4 numbers"),
+        (measured(latency_us=None), "latency_us must be a matrix of 4 x 4"),
+        (_with("mbit_s", None), r"worker 0 does not reach worker 3 \(mbit_s\[0\]\[3\] is null\)"),
+        (_with("mbit_s", float("nan")), r"mbit_s\[0\]\[3\] must be a number from 0.001 to 1e\+09, got nan"),
+        (_with("mbit_s", 0), r"mbit_s\[0\]\[3\] must be a number from 0.001 .*, got 0"),
+        (_with("latency_us", -1), r"latency_us\[0\]\[3\] must be a number from 0 .*, got -1"),
+        (_with("latency_us", "fast"), r"latency_us\[0\]\[3\] .* got fast"),
+        (_with("latency_us", 10**400), r"latency_us\[0\]\[3\] must be a number from 0 to 1e\+09, got 10000"),
+        ("[" * 200_000, "is no JSON"),
+    ],
+)
+def test_files_that_are_no_measurement(tmp_path: Path, data: Any, said: str) -> None:
+    path = written(tmp_path, data)
+    with pytest.raises(ValueError, match=said) as caught:
+        Cluster.from_measured(path)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(str(path))
+    assert str(caught.value).endswith("measure again: torchrun ... -m decent_dp doctor --out FILE")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot be read \(No such file or directory\)"):
+        Cluster.from_measured(tmp_path / "none.json")
+    with pytest.raises(ValueError, match="cannot be read"):
+        Cluster.from_measured(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x9f")
+    with pytest.raises(ValueError, match="is no JSON"):
+        Cluster.from_measured(tmp_path / "binary")

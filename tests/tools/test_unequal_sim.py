@@ -1,0 +1,131 @@
+"""Workers of unequal speed in virtual time (``benchmarks.unequal_sim``), against computations of a few lines."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import unequal_sim
+from benchmarks.unequal_sim import BATCH, LR, MOMENTUM, VirtualTime, figures, loss_of_mean, partners_of
+from decent_dp.tools.sim import Batches, Simulation, VirtualCluster, digits, dirichlet_split
+from decent_dp.tools.sim.experiment import make_model
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def drawn(seconds: np.ndarray) -> Callable[[int], float]:
+    """Durations (steps, workers)."""
+    counts = [itertools.count() for _ in range(seconds.shape[1])]
+    return lambda i: float(seconds[next(counts[i]), i])
+
+
+@pytest.mark.parametrize("tolerates", [False, True])
+def test_equal_speeds_lose_nothing(tolerates: bool) -> None:
+    run = VirtualTime(partners_of("base-2", 16), lambda i: 0.25, tolerates=tolerates)
+    run.run(30.0)
+    assert figures(run, 0.0, 30.0) == {"paces": [1.0] * 16, "parts": [1.0] * 16}
+
+
+@pytest.mark.parametrize("name", ["base-2", "ring", "one-peer-exp"])
+def test_waiting_is_a_recurrence(name: str) -> None:
+    """An update ends when its worker has computed, and the partner of its last exchange has begun that."""
+    steps, n = 50, 8
+    seconds = np.random.default_rng(0).lognormal(0.0, 0.5, (steps + 1, n))
+    partners = partners_of(name, n)
+    run = VirtualTime(partners, drawn(seconds), tolerates=False)
+    run.run(seconds.max(1).cumsum()[steps - 1] * 0.4)
+    ends = [seconds[0]]
+    for t in range(1, steps):
+        partner = partners[(t - 1) % len(partners)]
+        ends.append(np.maximum(ends[-1] + seconds[t], ends[-1][partner]))
+    for i, worker in enumerate(run.workers):
+        assert len(worker.updates) > 10
+        for t, (round_, end) in enumerate(worker.updates):
+            assert round_ == t
+            assert end == pytest.approx(ends[t][i])
+
+
+def test_two_that_wait_go_at_the_pace_of_the_slower_one() -> None:
+    for tolerates, pace in ((False, 0.25), (True, 0.9)):
+        run = VirtualTime([[1, 0]], lambda i: (0.25, 1.0)[i], tolerates=tolerates)
+        run.run(400.0)
+        paces = figures(run, 200.0, 400.0)["paces"]
+        assert paces == [pytest.approx(pace, abs=0.03), pytest.approx(1.0, abs=0.03)]
+
+
+def test_a_tenth_of_the_time_is_waited_for() -> None:
+    """On average: a worker may also use patience that it has kept. And no round comes twice."""
+    for name, anew in itertools.product(("base-2", "ring"), (False, True)):
+        durations = unequal_sim.durations(16, 0.7, anew=anew, seed=3)
+        run = VirtualTime(partners_of(name, 16), durations, tolerates=True)
+        run.run(400.0)
+        assert min(figures(run, 200.0, 400.0)["paces"]) > 0.8
+        for worker in run.workers:
+            rounds = [round_ for round_, _ in worker.updates]
+            assert rounds == sorted(set(rounds))
+
+
+def test_real_workers_keep_the_same_pace() -> None:
+    """As committed by ``make bench-unequal``, whose workers have the delays of two cores besides."""
+    lines = {(line["slow"], line["topology"]): line for line in json.loads((RESULTS / "unequal.json").read_text())}
+    for topology, factor in (("base-2", 2.0), ("base-2", 5.0), ("ring", 5.0)):
+        line = lines[f"one of eight, {factor:g} times slower", topology]
+        for tolerates, key in ((False, "pace_waiting"), (True, "pace")):
+            seconds = [0.05] * 7 + [0.05 * factor]
+            run = VirtualTime(partners_of(topology, 8), seconds.__getitem__, tolerates=tolerates)
+            run.run(32.0)
+            assert fmean(figures(run, 16.0, 32.0)["paces"][:7]) == pytest.approx(line[key], abs=0.03)
+
+
+def test_equal_speeds_learn_as_the_cluster_does() -> None:
+    """Round by round, with what took place: without a hole that is the simulator's own training."""
+    n, steps, data = 4, 6, digits()
+    run = VirtualTime(partners_of("base-2", n), lambda i: 1.0, tolerates=True)
+    run.run(steps + 1.5)  # the last exchange of the window has ended
+    model = make_model(Simulation(seed=0), data.x.shape[1], data.classes)
+    cluster = VirtualCluster(model, partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM), "base-2", n, overlap=False)
+    batches = Batches(dirichlet_split(data.y.numpy(), n, None, 0), BATCH, 0)
+    for t in range(steps):
+        cluster.step(data.x[batches(t)], data.y[batches(t)])
+    with torch.no_grad():
+        expected = float(torch.nn.functional.cross_entropy(cluster.mean_model()(data.x_test), data.y_test))
+    assert loss_of_mean(run, 0.0, steps + 0.5, 0) == pytest.approx(expected, rel=1e-4)
+    run = VirtualTime(partners_of("base-2", n), lambda i: 1.0 + 2.0 * (i == 3), tolerates=True)
+    run.run(60.0)
+    assert loss_of_mean(run, 40.0, 46.0, 0) < 2.3
+
+
+def committed() -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = json.loads((RESULTS / "unequal-sim.json").read_text())["lines"]
+    return lines
+
+
+def test_the_figures_are_those_of_the_page() -> None:
+    for line in committed():
+        waiting, own = line["waiting"], line["tolerant"]
+        assert own["pace"] > 0.9
+        assert own["loss"] < waiting["loss"]
+        assert own["slowest_pace"] > waiting["slowest_pace"]
+
+
+@pytest.mark.slow
+def test_the_command_gives_the_committed_figures() -> None:
+    """Those of virtual time, of three lines."""
+    for line in committed()[::5]:
+        for tolerates, key in ((False, "waiting"), (True, "tolerant")):
+            arguments = line["topology"], line["sigma"]
+            runs = [
+                unequal_sim.measure(*arguments, seed, anew=line["drawn"] != "once", tolerates=tolerates, learns=False)
+                for seed in unequal_sim.SEEDS
+            ]
+            for figure in runs[0]:
+                assert fmean(run[figure] for run in runs) == pytest.approx(line[key][figure], rel=1e-3), line
