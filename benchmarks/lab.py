@@ -147,7 +147,7 @@ class Lab:
     Args:
         nodes: how many.
         rate: of each link, in both directions, in Mbit/s; None for links that are not shaped.
-        congestion_control: how TCP shares the links; not the machine's default, which may be BBR (docs/log.md, 2026-11-21).
+        congestion_control: how TCP shares the links; not the machine's default, which may be BBR (docs/lab/log.md, 2026-11-21).
             A namespace may have 'reno', and of the others those that the machine allows it.
 
     Raises:

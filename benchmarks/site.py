@@ -21,9 +21,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Rewrites links to ``../benchmarks/``, which is outside the site, and the marks of blocks that no test runs.
+    """Rewrites links out of ``docs/`` to ``benchmarks/``, which is outside the site, and the marks of blocks that no test runs.
 
     A fence with a second word is none for the site, and the page would end in its code.
     """
     markdown = markdown.replace("```python no-run\n", "```python\n")
-    return re.sub(r"\]\(\.\./(benchmarks/[^)]*?)(\.md)?\)", lambda m: f"]({m[1]}{'.txt' if m[2] else ''})", markdown)
+    return re.sub(r"\]\(\.\./((?:\.\./)?benchmarks/[^)]*?)(\.md)?\)", lambda m: f"]({m[1]}{'.txt' if m[2] else ''})", markdown)

@@ -36,7 +36,7 @@ from decent_dp.tools.plots import TrainingRow, plot_training
 
 ROOT = Path(__file__).resolve().parents[1]
 BASELINE = "PyTorch DDP"
-# The promises in docs/results.md.
+# The promises in docs/lab/demo.md.
 MAX_ACCURACY_GAP, MAX_TIME_RATIO = 0.015, 1.05
 # Times are judged if other programs took at most this part of the machine's CPU time. An idle machine uses less. One
 # busy process is more than this on fewer than ten cores; with more cores it does not slow four workers.
@@ -360,7 +360,7 @@ def main() -> None:
         f"{steps} steps each, seeds {options.seeds}; times are medians of {options.rounds} interleaved rounds of "
         f"{options.steps} steps."
     )
-    print("vs DDP: the median of the ratios within a round, not the ratio of the medians; see docs/results.md.")
+    print("vs DDP: the median of the ratios within a round, not the ratio of the medians; see docs/lab/demo.md.")
     print("kB sent: per worker, as counted; for DDP, the bytes of a ring all-reduce.")
     print(f"Machine: {plan['machine']}, torch {plan['torch']}.")
     print(*verdict(lines, others), sep="\n")

@@ -36,7 +36,8 @@ from decent_dp.rules import Rule
 from tests.sharded_cases import CPUS_CAN_SHARD
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+USERS = sorted((ROOT / "docs").glob("*.md"))  # the pages for users; docs/lab/ has what was measured, and the log
+PAGES = [ROOT / "README.md", *USERS, *sorted((ROOT / "docs" / "lab").glob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 
 # Blocks that are shown but not run, as page: how many. They say so themselves: ```python no-run
@@ -45,7 +46,7 @@ NOT_RUN = {
     "docs/faults.md": 1,
     "docs/launch.md": 2,
     "docs/lightning.md": 6,
-    "docs/log.md": 4,
+    "docs/lab/log.md": 4,
     "docs/ray.md": 1,
     "docs/sharded.md": 1,
     "docs/transformers.md": 2,
@@ -582,7 +583,7 @@ def test_the_committed_times_keep_the_promises():
         assert found["to_ddp"][found["planned"]] <= most, rate
         others = {name: ratio for name, ratio in found["to_ddp"].items() if not time_to_loss.is_ours(name)}
         assert len(others) >= 6, rate
-        # Without a limit 0.2.3 is faster (docs/log.md, "time to the same loss").
+        # Without a limit 0.2.3 is faster (docs/lab/log.md, "time to the same loss").
         rivals = [ratio for name, ratio in others.items() if rate != "None" or name != "decent-dp-0.2.3"]
         assert found["to_ddp"][found["planned"]] <= 1.03 * min(rivals), rate
     # "Predicted times of steps are up to 1.5 times too short" (docs/very-slow-links.md).
@@ -610,7 +611,7 @@ def test_the_readme_says_what_is_predicted_for_nodes_of_several_workers():
 
 def test_the_page_of_results_shows_the_committed_results():
     made = (ROOT / "docs" / "results" / "digits.md").read_text(encoding="utf-8")
-    assert made.strip() in between(ROOT / "docs" / "results.md", "results"), "put docs/results/digits.md between the marks"
+    assert made.strip() in between(ROOT / "docs" / "lab" / "demo.md", "results"), "put docs/results/digits.md between the marks"
 
 
 def test_the_committed_results_keep_the_promises():
@@ -641,7 +642,7 @@ def test_the_committed_results_keep_the_promises():
 def test_the_site_has_every_page():
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     named = re.findall(r": (\S+\.md)$", text, flags=re.MULTILINE)
-    assert sorted(named) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+    assert sorted(named) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES[1:])
 
 
 LAB = ["8x1-60", "8x1-200", "4x2-100", "real-2", "real-8x1-200"]
@@ -656,7 +657,7 @@ def test_the_pages_show_the_results_of_the_lab(name):
     table = (folder / f"{name}.md").read_text(encoding="utf-8")
     assert table == make_markdown(lines)
     assert (folder / f"{name}.png").is_file()
-    assert table in (ROOT / "docs" / "slow-links-measured.md").read_text(encoding="utf-8")
+    assert table in (ROOT / "docs" / "lab" / "slow-links.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", LAB)
@@ -720,7 +721,7 @@ def test_the_page_shows_the_results_of_the_compressions():
     assert {line["job"] for line in lines} == {"digits", "characters"}
     table = (ROOT / "docs" / "results" / "wires.md").read_text(encoding="utf-8")
     assert table == wires.make_markdown(wires.headings(lines), map(wires.cells, lines))
-    assert table in (ROOT / "docs" / "slow-links-measured.md").read_text(encoding="utf-8")
+    assert table in (ROOT / "docs" / "lab" / "slow-links.md").read_text(encoding="utf-8")
     for line in lines:
         if line["measure"] in ("training_loss", "validation_loss"):
             for wire, cell in line["wires"].items():

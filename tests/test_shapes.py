@@ -29,9 +29,9 @@ def test_the_committed_result_keeps_the_promise():
     assert [(row["workers"], row["millions"], row["rate"]) for row in result["rows"]] == [
         (shape.workers, shape.millions, shape.rate) for shape in GRID
     ]
-    # The aim is 1.06. Steps of 34 ms, and six workers and more, miss it (docs/log.md, 2026-11-28, "the wire over ZeroMQ").
+    # The aim is 1.06. Steps of 34 ms, and six workers and more, miss it (docs/lab/log.md, 2026-11-28, "the wire over ZeroMQ").
     assert [row["to_limit"] <= 1.10 for row in result["rows"]].count(False) <= 6
     assert all(row["to_limit"] <= 1.20 for row in result["rows"])
     assert RESULT.with_suffix(".md").read_text() == make_table(result["rows"])
-    page = (shapes.ROOT / "docs" / "slow-links-measured.md").read_text()
+    page = (shapes.ROOT / "docs" / "lab" / "slow-links.md").read_text()
     assert make_table(result["rows"]) in page

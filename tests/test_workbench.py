@@ -37,7 +37,7 @@ def again(name: str, out: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
         ("which-topology.md", ["docs/results/topologies.md", "docs/results/uneven-data.md", "benchmarks/results/3x2-100.md"]),
         ("simulate.md", ["docs/results/holes.md", "docs/results/holes-learning.md"]),
         (
-            "scaling.md",
+            "lab/scaling.md",
             ["docs/results/step-times.md", "docs/results/nodes.md", "docs/results/workers.md", "benchmarks/results/plan.md"],
         ),
     ],
@@ -115,7 +115,7 @@ def test_nodes_are_predicted_as_committed(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_page_says_where_pytorch_is_as_good() -> None:
     whole, sharded = (line for line in committed("nodes")["lines"] if line["contender"] == "gossip()")
     assert (round(whole["as_good_from"], -1), round(sharded["as_good_from"], -1)) == (70, 190)
-    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "lab" / "scaling.md").read_text(encoding="utf-8")
     assert "From about 70 Gbit/s on DDP is as good with 350 million parameters, and from about 190 Gbit/s" in page
 
 

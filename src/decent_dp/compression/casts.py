@@ -120,7 +120,7 @@ class BFloat16(Lossless):
 
     The mean of a group is rounded at random, up or down, so that it is right in the mean. Rounded to the nearest, all members
     of a large group would return to the values that they have, and the progress of a single one would be lost. The sums of
-    nodes are rounded so, too, before their root rounds the mean (docs/log.md, 2026-11-23).
+    nodes are rounded so, too, before their root rounds the mean (docs/lab/log.md, 2026-11-23).
     """
 
     name = "bfloat16"

@@ -87,7 +87,7 @@ def all_finite(values: Tensor) -> bool | Tensor:
     """Whether a tensor has neither NaN nor infinity; on a GPU as a tensor, without waiting for it."""
     if values.device.type != "cpu":
         return values.isfinite().all()
-    # One pass: the sum contains any NaN or infinity (docs/log.md, 2026-11-22). Finite values may overflow it, and are then
+    # One pass: the sum contains any NaN or infinity (docs/lab/log.md, 2026-11-22). Finite values may overflow it, and are then
     # checked one by one.
     total: Any = values.sum().tolist()  # unlike item(), it keeps the interpreter lock
     return math.isfinite(total) or bool(values.isfinite().all())

@@ -47,7 +47,7 @@ __all__ = ["OWN", "GossipAdamW"]
 OWN = "own_momentum"
 # The noise that a replica adds to its own tracked momentum, in units of (1-β1)²·N.
 _OWN_NOISE = 2.5
-# The least w of vectors: norms and biases are few, and at high rates they drive replicas apart first (docs/log.md, "tracked
+# The least w of vectors: norms and biases are few, and at high rates they drive replicas apart first (docs/lab/log.md, "tracked
 # momentum").
 _LEAST_OF_VECTORS = 0.3
 # Elements that are updated together on the CPU: five to seven tensors of them stay in a cache of some MiB. With tracking an

@@ -10,7 +10,7 @@ Five forms (`compiled` has a sixth), equal up to rounding:
 * foreach, for all others: one call for many tensors.
 
 On the CPU the kernel in Numba takes 1.3 times as long as torch's fused AdamW, and the blocked form 2.8 times
-(`make bench-optim`); foreach passes take 3.4 to 6.3 times (docs/log.md, "AccumAdamW in one pass").
+(`make bench-optim`); foreach passes take 3.4 to 6.3 times (docs/lab/log.md, "AccumAdamW in one pass").
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ def is_dense(row: _Row, dtypes: tuple[torch.dtype, ...], of_state: torch.dtype) 
 # ---------------------------------------------------------------------------------------------------- the blocked form
 
 # Elements: two to four blocks of scratch and as many of operands stay in a cache of some MiB. Smaller blocks cost calls:
-# 12.3 ms per update with 8 K elements, 7.0 with 32 K, 5.8 with 256 K (docs/log.md, "AccumAdamW in one pass").
+# 12.3 ms per update with 8 K elements, 7.0 with 32 K, 5.8 with 256 K (docs/lab/log.md, "AccumAdamW in one pass").
 _BLOCK = 256 * 1024
 _SCRATCH = threading.local()
 

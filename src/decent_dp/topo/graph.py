@@ -143,7 +143,7 @@ def colour_edges(n: int, links: Sequence[_Link]) -> list[list[_Link]]:
     proof of Vizing's theorem", Information Processing Letters 41, 1992). The order of ``links`` does not matter.
 
     networkx colours vertices only. Its greedy colourings of the line graph need up to two colours more on regular graphs, and
-    may change with its version, so that workers would disagree (docs/log.md).
+    may change with its version, so that workers would disagree (docs/lab/log.md).
     """
     bipartite = _parts(n, links)[1]
     degrees = Counter(vertex for link in links for vertex in link)

@@ -51,7 +51,7 @@ _SLOW = 0.5
 # Messages of at most so many bytes are wanted as a whole at once: waiting would take longer than the message.
 SMALL = 2**14
 # Bytes that are wanted and have not arrived. With less, a link starves while the next request waits behind the data of the
-# other direction. With more, queues overflow, and two streams share a link for long at a change of rounds (docs/log.md,
+# other direction. With more, queues overflow, and two streams share a link for long at a change of rounds (docs/lab/log.md,
 # 2026-11-21, "why full links ran dry").
 _USUAL = 2**19
 # They are no more than a link moves in so many seconds: a request waits in the queue of the other direction, and its bytes in
@@ -67,7 +67,7 @@ _LEAST = 2**16
 # Bytes that are wanted ahead of a peer whose rate is not known.
 _UNKNOWN = 2**17
 # From the peers of a group a chunk of each is wanted, so that one that is busy with others does not keep the rest waiting
-# (docs/log.md, 2026-11-26, "'complete' over slow links").
+# (docs/lab/log.md, 2026-11-26, "'complete' over slow links").
 _OF_MANY = 2**18
 # Of so many peers at most: 3 MiB.
 _MANY = 12

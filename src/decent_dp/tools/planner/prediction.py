@@ -38,7 +38,7 @@ _CODING_NS: dict[str, dict[str | None, float]] = {
     "gloo": {None: 0.0, "bfloat16": 0.0, "int8": 3.5},
     "nccl": {None: 0.0, "bfloat16": 0.05, "int8": 0.07},
 }
-# Nanoseconds per parameter for a projection or its expansion, of a model of a million parameters on one thread (docs/log.md,
+# Nanoseconds per parameter for a projection or its expansion, of a model of a million parameters on one thread (the log,
 # "time to the same loss"). Training waits for the expansion; the projection runs beside it. A guess for a GPU.
 _PROJECTION_NS = {"gloo": 6.0, "nccl": 0.1}
 

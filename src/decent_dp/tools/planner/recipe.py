@@ -13,7 +13,7 @@ __all__ = ["Recipe", "more_steps", "recipe"]
 
 # With whole messages in every step, replicas need so many times DDP's steps to its loss. It grows by a part for each step
 # between two mixes, and for each low-rank message that is missing to the length of a whole one: the more, the more rarely they
-# are sent (docs/log.md, "time to the same loss": eight workers, characters). Of choices that need many more steps nothing is
+# are sent (the log, "time to the same loss": eight workers, characters). Of choices that need many more steps nothing is
 # known.
 _WHOLE, _PER_STEP, _PER_MESSAGE, _RARELY, _MOST = 1.135, 0.07, 0.026, 0.75, 2.5
 

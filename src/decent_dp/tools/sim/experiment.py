@@ -27,7 +27,7 @@ __all__ = ["DATA", "OPTIMIZERS", "Result", "Row", "Simulation", "find_device", "
 DATA: dict[str, Callable[[], Data]] = {"digits": digits}
 
 # Up to this many parameters per replica one thread computes. Threads wait for each other after each of so small operations: on
-# a busy machine 30 steps of 64-256-256-10 took 29.5 s of CPU time on two threads and 7 to 9 s on one (docs/log.md, "what the
+# a busy machine 30 steps of 64-256-256-10 took 29.5 s of CPU time on two threads and 7 to 9 s on one (the log, "what the
 # simulator does with models that are not plain").
 _ONE_THREAD = 100_000
 

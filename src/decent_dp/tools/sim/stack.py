@@ -30,7 +30,7 @@ class Stack:
         template: the copy, as it was at construction. Forwards run on copies of it, so that they leave nothing behind in it.
         names: of the trainable parameters, in registration order; one name for a tied parameter.
         params: of the trainable parameters, (n, *shape). In memory the replicas lie one after another, each with the strides
-            of its parameter: int8 numbers its rounding by memory order (docs/log.md, "the simulator beside real workers").
+            of its parameter: int8 numbers its rounding by memory order (docs/lab/log.md, "the simulator beside real workers").
         frozen: of the others, likewise.
         buffers: likewise.
         weights: of the replicas in means, (n,) in float64; None: all equal.

@@ -21,7 +21,7 @@ __all__ = ["DiffersError", "VectorizedPass"]
 _PREFIX = "model."
 
 # Tolerances as a share of a gradient's largest element, by the narrowest dtype of the parameters. Other kernels round
-# otherwise: under autocast to bfloat16 by 0.7 % after one step; a wrong gradient is wrong by far more (docs/log.md, "what the
+# otherwise: under autocast to bfloat16 by 0.7 % after one step; a wrong gradient is wrong by far more (the log, "what the
 # simulator does with models that are not plain").
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-2, torch.bfloat16: 0.25, torch.float16: 0.1}
 
