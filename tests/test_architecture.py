@@ -307,7 +307,7 @@ LINES = {
     "membership": (1813, 1100),
     "replica": (5581, 2500),
     "backward": (1192, 526),  # with _gossip and ddp 1,600
-    "checkpoint": (2557, 1900),
+    "checkpoint": (2501, 1900),
     "launch": (932, 500),
     "logging": (701, 350),
     "integrations": (1893, 1200),

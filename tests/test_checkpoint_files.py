@@ -9,6 +9,7 @@ import os
 import random
 import resource
 import stat
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -268,6 +269,51 @@ def test_a_broken_header_is_named(tmp_path, content):
     (tmp_path / shard_name(0)).write_bytes(content)
     with pytest.raises(CheckpointError, match=r"worker-0000\.safetensors cannot be used"):
         Shard(tmp_path / shard_name(0), 0)
+
+
+def _entry(dtype: str, shape: list[Any], begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def _with_header(file: Path, change: Callable[[dict[str, Any], int], None], more: int = 0, text: str = "") -> None:
+    """Changes a file's header. ``more``: bytes that come after its data, as a hole. ``text``: comes before the header's end."""
+    raw = file.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header, data = json.loads(raw[8 : 8 + size]), raw[8 + size :]
+    change(header, len(data))
+    written = (json.dumps(header)[:-1] + text + "}").encode()
+    written += b" " * (-len(written) % 8)
+    file.write_bytes(struct.pack("<Q", len(written)) + written + data)
+    os.truncate(file, 8 + len(written) + len(data) + more)
+
+
+ENTRIES: dict[str, Callable[[dict[str, Any], int], None]] = {
+    "a shape whose product overflows": lambda header, end: header.update(x=_entry("F32", [2**62, 2**62], end, end + 8)),
+    "more bytes than the file": lambda header, end: header.update(x=_entry("U8", [10**9], end, end + 10**9)),
+    "fewer bytes than the shape": lambda header, end: header.update(x=_entry("F32", [10**9], end, end + 8)),
+    "a negative size": lambda header, end: header.update(x=_entry("U8", [-8], end, end + 8)),
+    "a negative offset": lambda header, end: header.update(x=_entry("U8", [8], -8, 0)),
+    "an offset before the last": lambda header, end: header.update(x=_entry("U8", [8], 0, 8)),
+    "an unknown dtype": lambda header, end: header.update(x=_entry("F99", [1], end, end + 8)),
+    "a dtype of half bytes": lambda header, end: header.update(x=_entry("F4", [16], end, end + 8)),
+    "no numbers": lambda header, end: header.update(x=_entry("U8", ["8"], end, end + 8)),
+    "many dimensions": lambda header, end: header.update(x=_entry("U8", [1] * 10**5 + [8], end, end + 8)),
+}
+
+
+@pytest.mark.parametrize("change", ENTRIES.values(), ids=ENTRIES)
+def test_an_entry_of_a_header_that_no_save_writes(tmp_path, change):
+    file = write_shard(tmp_path, ANY, {"a": torch.ones(3)}, '{"a":{"!tensor":"a"}}')
+    _with_header(file, change, 8)
+    with pytest.raises(CheckpointError, match=r"worker-0000\.safetensors cannot be used"), Shard(file, 0) as shard:
+        shard.verify()
+
+
+def test_a_tensor_that_is_twice_in_the_header(tmp_path):
+    file = write_shard(tmp_path, ANY, {"a": torch.ones(3)}, '{"a":{"!tensor":"a"}}')
+    _with_header(file, lambda header, end: None, 8, ',"a":{"dtype":"U8","shape":[8],"data_offsets":[33,41]}')
+    with pytest.raises(CheckpointError, match=r"worker-0000\.safetensors cannot be used"), Shard(file, 0) as shard:
+        shard.verify()
 
 
 def _written(path: Path, tensors: dict[str, Tensor], **changes: Any) -> Path:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,12 @@ import torch
 from torch import nn
 
 import decent_dp
-from decent_dp.checkpoint import load, save
+from decent_dp.checkpoint import latest, load, save
+from decent_dp.checkpoint.files import Shard, shard_name
 from decent_dp.optim import AccumAdamW
+from decent_dp.serialization import loaded
 from decent_dp.transport import InProcessTransport
-from tests.checkpoint_cases import decaying
+from tests.checkpoint_cases import decaying, error_of, make, noisy_net, run
 from tests.helpers import alone, assert_same, loss, net, some_in_the_fast_tests, values
 from tests.small_checkpoints import craft
 
@@ -161,3 +165,80 @@ def test_one_step_of_a_new_optimizer_checks_all_parameters(tmp_path, monkeypatch
     load(replica, tmp_path)
     assert len(steps) == 2  # for vectors and for matrices
     replica.close()
+
+
+# -- any value of another kind ------------------------------------------------------------------------------------------
+
+
+def places(tree: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where the dicts, lists and values of a tree are; of a list the first two."""
+    for key, inner in (
+        tree.items() if isinstance(tree, dict) else enumerate(tree[:2]) if isinstance(tree, (list, tuple)) else ()
+    ):
+        yield (*way, key)
+        yield from places(inner, (*way, key))
+
+
+def with_another(tree: Any, way: tuple[Any, ...], value: Any) -> Any:
+    if not way:
+        return value
+    members = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    made = {key: with_another(inner, way[1:], value) if key == way[0] else inner for key, inner in members}
+    return made if isinstance(tree, dict) else type(tree)(made.values())
+
+
+OTHERS: list[Any] = [torch.zeros(3), {"a": 1}, [1, {"b": 2}], 10**400]
+
+
+def replaced(rank: int, n: int, path: str, kind: str, resize: str | None, every: int) -> Any:
+    """Each place of the snapshot of worker 0 has a value of another kind. Returns the errors, and whether the model changed."""
+    root, found = Path(path), []
+    if kind == "gossip":
+        module = noisy_net(0)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        model: Any = decent_dp.gossip(module, optimizer, topology="ring", compression="int8")
+        for t in range(3):
+            optimizer.zero_grad()
+            loss(module, t, rank).backward()
+            optimizer.step()
+        control = model.world.control
+    else:
+        model = make(kind)
+        run(model, kind, rank, 0, 4)
+        module, control = model.module, model.replica.world.control
+    save(model, root, {"a": [1, torch.zeros(2)]})
+    step = latest(root)
+    assert step is not None
+    file = step / shard_name(0)
+    good = file.read_bytes()
+    with Shard(file, 0) as shard:
+        tree = loaded(shard.tree())
+    parts = {key: tree[key] for key in ("snapshot", "random")}
+    cases = [(way, other) for way in places(parts) for other in OTHERS]
+    for way, other in [case for i, case in enumerate(cases) if i % every == 0 or (len(case[0]) == 2 and case[1] is OTHERS[0])]:
+        control.gather(None)
+        if rank == 0:
+            craft(step, 0, lambda tree, way=way, other=other: with_another(tree, way, other))  # type: ignore[misc]
+        control.gather(None)
+        before = values(module)
+        kind_of_error, text = error_of(lambda: load(model, root, resize=resize))
+        same = not kind_of_error or all(torch.equal(before[key], value) for key, value in values(module).items())
+        found.append((way, kind_of_error, text.removeprefix("worker 0: "), same))
+        control.gather(None)
+        if rank == 0:
+            file.write_bytes(good)
+    model.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "resize", "every"),
+    [
+        ("gossip", "mean", 83),
+        *(pytest.param(*case, 1, marks=pytest.mark.slow) for case in itertools.product(("gossip", "int8"), (None, "mean"))),
+    ],
+)
+def test_a_value_of_another_kind_loads_or_is_refused_by_all(workers, tmp_path, kind, resize, every):
+    first, second = workers(2, replaced, str(tmp_path / "saved"), kind, resize, every, timeout=600 if every == 1 else 90)
+    assert first == second
+    assert {(kind, same) for _, kind, _, same in first} == {("", True), ("CheckpointError", True)}

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -42,23 +42,6 @@ OLDER = (
     "that saved it, and start from the model that export() writes there"
 )
 
-# Bounds the memory that a damaged record can make this process allocate.
-_MOST_WORKERS = 10**6
-# Tensors in a shard beside those of the model: the user's. Each takes about 50 µs.
-_TENSORS = 2**16
-# Tensors in a shard for each of the model's, of which optimizers make some ten.
-_PER_TENSOR = 128
-# Bytes of a header for each tensor in the shard: a key has at most 200 characters.
-_HEADER = 512
-# A smaller file may have any holes.
-_SPARSE = 2**26
-# One of so many times the model's bytes, too: a copy may have holes for zeros. A larger file must have a quarter on the disk.
-_TIMES = 16
-# Times that each byte of a shard may be read: once for its hash, and a mean reads some twice. A tensor that occurs often in the
-# tree is in the file once, so all reads are counted together.
-_READS = 8
-# A read takes as long as that of so many bytes.
-_ONE_READ = 1024
 # The bytes that are read of a small file. The package's own are shorter.
 _SMALL = 4096
 
@@ -102,10 +85,8 @@ class Record:
         check_integer("rank", self.rank, 0)
         check_integer("world_size", self.world_size, self.rank + 1)
         check_integer("round", self.round, 0)
-        if self.world_size > _MOST_WORKERS:
-            raise ValueError(f"{self.world_size} workers are more than {_MOST_WORKERS}")
-        if not isinstance(self.model, list) or not all(isinstance(s, str) and len(s) < 256 for s in (self.step, self.sha256)):
-            raise TypeError("it has an entry of another type, or a name that is too long")
+        if not isinstance(self.model, list) or not all(isinstance(text, str) for text in (self.step, self.sha256)):
+            raise TypeError("it has an entry of another type")
         if self.replicas is not None:
             ranks = [rank for own in self.replicas for rank in own]
             alike = len({len(own) for own in self.replicas}) == 1 and all(type(rank) is int for rank in ranks)
@@ -144,14 +125,11 @@ def write_shard(folder: Path, record: Record, tensors: Mapping[str, Tensor], tex
     they are contiguous, do not overlap, and do not change before this returns.
 
     Raises:
-        ValueError: there are more tensors than a `Shard` reads.
         OSError: it could not be written (a full disk, no folder, no permission); names the file. Nothing is left of it then.
     """
     # A tensor rather than metadata, because safetensors limits the length of a header.
     tree = torch.from_numpy(np.frombuffer(text.encode("ascii"), np.uint8).copy())
     content = {**tensors, _TREE: tree}
-    if len(content) > (most := _most_tensors(record.model)):
-        raise ValueError(f"a checkpoint of this model has at most {most} tensors, got {len(content)}: stack those in `state`")
     own = replace(record, sha256=_digest(content, content)).to_metadata()
     file = folder / shard_name(record.rank)
     replace_file(file, lambda temporary: _save(content, temporary, own))
@@ -166,10 +144,6 @@ def _digest(keys: Iterable[str], tensors: Mapping[str, Tensor] | Shard) -> str:
         raw: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
         digest.update(raw)
     return digest.hexdigest()
-
-
-def _most_tensors(model: Sequence[Any]) -> int:
-    return _TENSORS + _PER_TENSOR * len(model)
 
 
 def _sha256(content: bytes) -> str:
@@ -190,40 +164,30 @@ class Shard(contextlib.AbstractContextManager["Shard"]):
 
     Args:
         rank: the worker that it must be of.
-        sizes: the bytes of each tensor of the model that is to be loaded: they bound what is read.
+
+    Attributes:
+        identity: numbers that are equal for two workers if they see the same file, also over a network.
 
     Raises:
-        CheckpointError: it is missing, cut off, not a plain file or not a shard, of another worker, or too large; names it.
+        CheckpointError: it is missing, cut off, not a plain file or not a shard, or of another worker; names it.
     """
 
-    def __init__(self, file: Path, rank: int, sizes: Sequence[int] = ()) -> None:
+    def __init__(self, file: Path, rank: int) -> None:
         self.file = file
-        self.identity: list[int] = self._read("it cannot be looked at", lambda: self._measure(sizes))
+        self.identity: list[int] = self._read("it cannot be looked at", self._identify)
         # Not mapped into memory: a page of a file that another process removes would end this one.
         self._opened = self._read("its header is broken, or it was cut off", lambda: safe_open(file, "pt", backend="pread"))
         try:
             self._keys = frozenset(self._opened.keys())
-            self._left = max(_READS * (self.identity[2] + _ONE_READ * len(self._keys)), _SPARSE)
             self.record = self._record(rank)
         except BaseException:
             self.__exit__()
             raise
 
-    def _measure(self, sizes: Sequence[int]) -> list[int]:
-        """Numbers that are equal for two workers if they see the same file, also over a network.
-
-        Its sizes are checked before anything is read: a header takes twelve times its size in memory, and a hole takes no disk.
-        """
+    def _identify(self) -> list[int]:
         with _open_plain(self.file) as opened:
-            header, found = int.from_bytes(opened.read(8), "little"), os.fstat(opened.fileno())
-            size, on_disk = found.st_size, 512 * found.st_blocks
-            # Some file systems do not tell the blocks, or not at once, and those that compress need few: they have no holes.
-            is_large = size > max(_SPARSE, _TIMES * sum(sizes), 4 * on_disk)
-            if is_large and os.lseek(opened.fileno(), 0, os.SEEK_HOLE) < size:
-                raise self._error(f"of its {size} bytes, only {on_disk} are on the disk")
-        if header > (most := max(_HEADER * _most_tensors(sizes), on_disk // 8)):
-            raise self._error(f"its header has {header} bytes, and may have {most} here")
-        return [found.st_ino, found.st_ctime_ns, size]
+            found = os.fstat(opened.fileno())
+        return [found.st_ino, found.st_ctime_ns, found.st_size]
 
     def _record(self, rank: int) -> Record:
         try:
@@ -234,8 +198,6 @@ class Shard(contextlib.AbstractContextManager["Shard"]):
             raise self._error(f"it is the shard of worker {record.rank}, renamed")
         if _TREE not in self._keys:
             raise self._error("it has no tree")
-        if len(self._keys) > _most_tensors(record.model):
-            raise self._error(f"it has {len(self._keys)} tensors, too many for its model")
         return record
 
     def verify(self) -> None:
@@ -248,9 +210,6 @@ class Shard(contextlib.AbstractContextManager["Shard"]):
         if key not in self._keys:
             raise self._error(f"it has no tensor '{key}'")
         tensor: Tensor = self._read(f"tensor '{key}' cannot be read", lambda: self._opened.get_tensor(key))
-        self._left -= tensor.nbytes + _ONE_READ
-        if self._left < 0:
-            raise self._error("its tree has the same tensors too often")
         return tensor
 
     def tree(self) -> Any:

@@ -44,11 +44,6 @@ _OLD_NAME = re.compile(r"step-[0-9]{8,18}(-[0-9]{1,9}-[0-9]{1,9}-[0-9a-f]{6})?")
 _SHARD = re.compile(r"worker-([0-9]{4,9})\.safetensors")
 # The files that a save makes in a checkpoint's folder, safetensors' temporary files, and those that NFS keeps while in use.
 _OURS = re.compile(rf"{_SHARD.pattern}(\.tmp)?|\.tmp\w+|\.nfs\w+")
-# So many of the newest checkpoints are looked at: a folder may have a million names in it, and on a network each takes a
-# millisecond.
-_MOST = 64
-# So many if none of those is complete, as where disks are not shared.
-_MOST_INCOMPLETE = 4096
 
 
 def folder_of(path: Any) -> Path:
@@ -120,7 +115,7 @@ class Sight:
         only: the name of the checkpoint that was asked for, if the path was that of one.
         steps: by name of each checkpoint, newest first: how many workers saved it, and the first and last rank of each run of
             consecutive ranks whose shards are there.
-        latest: a checkpoint may have been complete here: there is a file ``latest``, or more than was looked at.
+        latest: a checkpoint was complete here once: there is a file ``latest``.
         hint: the name in it.
     """
 
@@ -148,15 +143,7 @@ def look(path: Path) -> tuple[Path, Sight]:
         # `latest` comes first: it then never names a step that is written, or removed, after the steps were listed.
         sight.latest = _exists(root / _LATEST)
         sight.hint = _hint(root)
-        done = False
-        for number, name in enumerate(steps_in(root)):
-            if number >= (_MOST if done else _MOST_INCOMPLETE):
-                sight.latest = sight.latest or not done
-                break
-            n, ranks = look_at(root / name)
-            if ranks or number < _MOST:
-                sight.steps[name] = n, ranks
-                done = done or missing_rank(name, [sight]) is None
+        sight.steps.update({name: look_at(root / name) for name in steps_in(root)})
         if not sight.steps and (old := _folders(root, _OLD_NAME)):
             raise CheckpointError(f"{root / max(old)} {OLDER}")
         return root, sight

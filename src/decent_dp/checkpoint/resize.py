@@ -176,16 +176,14 @@ def _tensor(
         integers: whether tensors of integers have a mean.
         parameter, shards: its name, and whose it is. Other tensors may differ in shape or dtype: the first is returned then.
     """
-    kinds = {node.kind for node in nodes}
-    # A sparse one becomes dense if another one is, in the same shape: its own may be of any size.
-    shape = next(node.load().shape for node in nodes if node.kind != "sparse") if len(kinds) > 1 else None
-    first = _read(nodes[0], shape)
+    mixed = len({node.kind for node in nodes}) > 1
+    first = _read(nodes[0], dense=mixed)
     wide = torch.complex128 if isinstance(first, Tensor) and first.is_complex() else torch.float64
     averaged, equal, total = isinstance(first, Tensor) and _has_mean(first, integers), True, None
     for number, node in enumerate(nodes):
         if not averaged and not parameter:
             return nodes[0].load()
-        value = first if node is nodes[0] else _read(node, shape)
+        value = first if node is nodes[0] else _read(node, dense=mixed)
         if not isinstance(value, Tensor) or (value.shape, value.dtype) != (first.shape, first.dtype):
             if parameter:
                 what = f"parameter '{parameter}' has another shape or dtype"
@@ -199,9 +197,9 @@ def _tensor(
     return first if equal or not averaged or total is None else _as(first, total / sum(node.weight for node in nodes), counts)
 
 
-def _read(node: Stored, shape: Sequence[int] | None) -> Any:
+def _read(node: Stored, *, dense: bool) -> Any:
     value = node.load()
-    return value.to_dense() if node.kind == "sparse" and value.shape == shape else value
+    return value.to_dense() if dense and node.kind == "sparse" else value
 
 
 def _as(like: Tensor, mean: Tensor, counts: bool) -> Tensor:

@@ -21,7 +21,7 @@ from decent_dp.checkpoint.random_states import check_random_states, set_random_s
 from decent_dp.checkpoint.resize import combined, mean_tensors, sources, state_of_worker
 from decent_dp.checkpoint.saver import Trained, replica_of, saver_of
 from decent_dp.errors import CheckpointError
-from decent_dp.replica.consistency import call_on_all, model_signature, tensor_sizes
+from decent_dp.replica.consistency import call_on_all, model_signature
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.shards import mesh_of
 from decent_dp.replica.snapshot import begin_load, completed, put_back
@@ -187,7 +187,7 @@ def _open(
     step: Path, rank: int, replica: Replica, resize: str | None, opened: contextlib.ExitStack
 ) -> tuple[list[Shard], bool]:
     """Opens the shards that this worker starts from; whether it resumes exactly, from the shard of its own rank."""
-    there, sizes = folder.ranks_in(step), tensor_sizes(replica.model)
+    there = folder.ranks_in(step)
 
     def open_one(number: int) -> Shard:
         file = step / shard_name(number)
@@ -197,7 +197,7 @@ def _open(
                 f"{file} is missing.{others} On disks that are not shared, start the workers where they were, with the same "
                 "ranks, or copy the files of all workers to all disks."
             )
-        shard = opened.enter_context(Shard(file, number, sizes))
+        shard = opened.enter_context(Shard(file, number))
         _check_record(step, shard.record, replica, resize)
         return shard
 
