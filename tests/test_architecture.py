@@ -311,7 +311,7 @@ LINES = {
     "launch": (932, 500),
     "logging": (701, 350),
     "integrations": (1893, 1200),
-    "tools": (7169, 4500),
+    "tools": (6945, 4500),
 }
 
 
@@ -350,7 +350,6 @@ LARGE: dict[str, tuple[int, int]] = {
     "membership/epochs.py:Epochs": (16, 32),
     "membership/monitor.py:MembershipMonitor": (14, 12),
     "replica/replica.py:Replica": (49, 34),
-    "tools/planner/events.py:_Events": (1, 18),
     "tools/sim/cluster.py:VirtualCluster": (19, 15),
     "tools/sim/experiment.py:Simulation": (1, 19),
     "topo/abstract.py:Topology": (15, 7),

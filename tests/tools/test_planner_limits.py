@@ -21,18 +21,18 @@ from decent_dp.tools.planner import (
     Link,
     Prediction,
     candidates,
-    events,
     plan,
     predict,
     ranking,
     same_rounds,
+    traffic,
 )
 from decent_dp.tools.planner.prediction import make_timing
 from decent_dp.tools.planner.traffic import buckets_of, collective, make_rounds
 from decent_dp.topo import Edge, SwitchTopology, Topology, make_topology
 from decent_dp.transport.groups import find_place
 from decent_dp.transport.process_group import ProcessGroupTransport
-from tests.tools.test_planner import coding, merged
+from tests.tools.test_planner import coding
 
 MIB = 2**20
 OPE = Choice("decent_dp", "one-peer-exp")
@@ -163,31 +163,22 @@ def test_nccls_latency() -> None:
     assert pairs == {ALPHA, BETA}
 
 
-def test_every_bucket_of_ddp_has_its_latency(monkeypatch: pytest.MonkeyPatch) -> None:
-    """154 buckets, however few are simulated, and 6 hops of a millisecond each."""
-    made, work = cluster(4, inter_s=1e-3), job(params=1e9)
+def test_every_bucket_of_ddp_has_its_latency() -> None:
+    """154 buckets, and 6 hops of a millisecond each."""
+    found = predict(cluster(4, inter_s=1e-3), job(params=1e9), Choice("ddp"))
     count = 1 + math.ceil((4e9 - MIB) / (25 * MIB))
-    for most in (12, 2):
-        found = merged(monkeypatch, most, made, work, Choice("ddp"))
-        assert found.step_ms == pytest.approx(30 + 60 * MIB / 4e9 + count * 6)
+    assert found.step_ms == pytest.approx(30 + 60 * MIB / 4e9 + count * 6)
     assert f"{count} buckets x 6.0 ms" in found.reason
 
 
-def test_ddps_buckets_may_be_looked_at_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Links that first wait for buckets and then make them wait, so that any of them may be the one that decides.
-    work, choice = job(params=100e6, jitter=0.2), Choice("ddp", bucket_mb=5)
-    whole = [predict(cluster(4, rate=rate), work, choice, seed=3) for rate in (5e9, 10e9, 40e9)]
-    monkeypatch.setattr(events, "_AT_ONCE", 12)
-    assert [predict(cluster(4, rate=rate), work, choice, seed=3) for rate in (5e9, 10e9, 40e9)] == whole
-
-
-def test_merged_buckets_keep_the_latency(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("one-peer-exp", "complete"):
-        made, choice = cluster(8, 2, rate=60e9, inter_s=0.05), Choice("decent_dp", name)
-        some, every = (merged(monkeypatch, most, made, job(params=300e6), choice) for most in (9, 200))
-        assert len(buckets_of(job(params=300e6), choice, 200)) > 40
-        assert some.step_ms > 1.2 * predict(replace(made, inter=Link(0, 60e9)), job(params=300e6), choice).step_ms
-        assert some.step_ms == pytest.approx(every.step_ms, rel=0.03), choice
+@pytest.mark.parametrize("name", ["one-peer-exp", "complete"])
+def test_merged_buckets_agree_with_all_of_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, work, choice = cluster(8, 2, rate=60e9, inter_s=0.05), job(params=300e6), Choice("decent_dp", name)
+    some = predict(made, work, choice)
+    monkeypatch.setattr(traffic, "_MOST_BUCKETS", 200)
+    assert len(buckets_of(work, choice)) > 40
+    assert some.step_ms == pytest.approx(predict(made, work, choice).step_ms, rel=0.03)
+    assert some.step_ms > 1.2 * predict(replace(made, inter=Link(0, 60e9)), work, choice).step_ms
 
 
 # -- jitter ------------------------------------------------------------------------------------------------------------
@@ -208,7 +199,7 @@ def test_contenders_have_the_same_computation() -> None:
 
 def test_measured_steps_have_the_same_draws_after_any_start() -> None:
     made, work = cluster(6), job(jitter=0.3)
-    short, long = (make_timing(made, work, OPE, [1.0], start + 12, 7, warmup=start).factor[start:] for start in (8, 30))
+    short, long = (make_timing(made, work, OPE, np.ones(1), start + 12, 7, warmup=start).factor[start:] for start in (8, 30))
     assert np.array_equal(short, long)
     assert short.std() > 0.2
     assert short.mean() == pytest.approx(1)

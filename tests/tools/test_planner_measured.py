@@ -76,7 +76,7 @@ def test_the_table_is_predicted() -> None:
     cells = [cell for cell in paper() if not cell.fitted]
     assert len(cells) == 24
     far = {(cell.setup, cell.workers, cell.contender) for cell in cells if abs(cell.error) > PAPER_BOUND}
-    assert far == {("A40", 16, "SGP")} == bench.OUTSIDE
+    assert far == bench.OUTSIDE
     assert max(abs(cell.error) for cell in cells) < 0.30
     assert sum(abs(cell.error) for cell in cells) / len(cells) < 0.10
 

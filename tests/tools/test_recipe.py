@@ -144,20 +144,6 @@ def test_turns_send_a_part_in_each_step():
     assert part.name == "base-2, int8, every 10"
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Choice("ddp", mix_every=2), "mix_every=2 is for kind='decent_dp' only"),
-        (lambda: Choice("decent_dp", "ring", mix_every=0), "Choice: mix_every must be a whole number, at least 1, got 0"),
-        (lambda: Choice("decent_dp", "ring", "low-rank:0"), "Choice: compression='low-rank:R' sends projections of rank R"),
-        (lambda: Job.of_step(1e6, 1, width=0), "Job: width must be a number of at least 1, got 0: give the hidden size"),
-    ],
-)
-def test_bad_input(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 def test_names_mean_the_same_with_and_without_torch():
     for name in (None, "bfloat16", "int8", "low-rank:3", "low-rank:12,int8"):
         assert check_compression(name).name == name

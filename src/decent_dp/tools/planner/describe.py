@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from decent_dp._checks import check_choice, check_integer
+from decent_dp._checks import check_choice, check_integer, check_number
 from decent_dp._compressions import CODES as COMPRESSIONS
 from decent_dp._compressions import parse_compression
 from decent_dp.topo import Topology
+
+from .measured import read_measured
 
 __all__ = ["COMPRESSIONS", "Choice", "Cluster", "Job", "Link", "Prediction"]
 
@@ -23,14 +23,6 @@ _HEAD = 64
 _SIDE, _VECTORS = 1.5, 1.1
 DDP, HSDP, FSDP, DECENT_DP, PUSH = KINDS = ("ddp", "hsdp", "fsdp", "decent_dp", "push")
 BACKENDS = ("gloo", "nccl")
-
-
-def _number(what: str, value: object, fix: str, *, least: float = 0.0, above: bool = False, finite: bool = True) -> None:
-    """Raises ValueError unless ``value`` is a number of at least (``above``: above) ``least``."""
-    number = math.nan if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) else float(value)
-    large_enough = number > least if above else number >= least  # False for nan
-    if not large_enough or (finite and math.isinf(number)):
-        raise ValueError(f"{what} must be a number {'above' if above else 'of at least'} {least:g}, got {value!r}: {fix}")
 
 
 @dataclass(frozen=True)
@@ -46,15 +38,17 @@ class Link:
     bytes_per_s: float
 
     def __post_init__(self) -> None:
-        _number("Link: latency_s", self.latency_s, "give seconds, such as 50e-6")
-        fix = "give bytes per second, such as 25e9 / 8 for 25 Gbit/s"
-        _number("Link: bytes_per_s", self.bytes_per_s, fix, least=1.0, finite=False)
+        check_number("Link: latency_s", self.latency_s, "seconds, at least 0, such as 50e-6", at_least=0.0)
+        if self.bytes_per_s != math.inf:
+            want = "bytes per second, at least 1, such as 25e9 / 8 for 25 Gbit/s"
+            check_number("Link: bytes_per_s", self.bytes_per_s, want, at_least=1.0)
 
     @classmethod
     def of_gbit(cls, gbit: float, latency_us: float = 0.0) -> Link:
         """A link of ``gbit`` Gbit/s (10^9 bits) and ``latency_us`` microseconds."""
-        _number("Link: gbit", gbit, "give Gbit/s, such as 25", above=True, finite=False)
-        _number("Link: latency_us", latency_us, "give microseconds, such as 50")
+        if gbit != math.inf:
+            check_number("Link: gbit", gbit, "Gbit/s above 0, such as 25", above=0.0)
+        check_number("Link: latency_us", latency_us, "microseconds, at least 0, such as 50", at_least=0.0)
         return cls(latency_us * 1e-6, gbit * 1e9 / 8)
 
 
@@ -86,14 +80,8 @@ class Cluster:
     processes: int = 1
 
     def __post_init__(self) -> None:
-        for name, what in (
-            ("world_size", "workers"),
-            ("local_world_size", "workers per node"),
-            ("ports", "links per node"),
-            ("flow_ports", "links that a flow can use"),
-            ("processes", "processes per worker"),
-        ):
-            object.__setattr__(self, name, check_integer(f"Cluster: {name}, the number of {what},", getattr(self, name), 1))
+        for name in ("world_size", "local_world_size", "ports", "flow_ports", "processes"):
+            object.__setattr__(self, name, check_integer(f"Cluster: {name}", getattr(self, name), 1))
         if self.flow_ports > self.ports:
             raise ValueError(
                 f"Cluster: flow_ports={self.flow_ports} is more than ports={self.ports}: a flow has at most all of them"
@@ -135,8 +123,6 @@ class Cluster:
         Raises:
             ValueError: the file cannot be read, is not the doctor's, or lacks something; in one line, with what to do.
         """
-        from .measured import read_measured
-
         found = read_measured(path)
         found |= {name: Link(*found[name]) for name in ("inter", "intra")}
         return cls(**found | ({} if backend is None else {"backend": backend}))
@@ -166,15 +152,14 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.width is not None:
-            _number("Job: width", self.width, "give the hidden size of the model, such as 768", least=1.0)
-        _number("Job: params", self.params, "give the number of trainable parameters, such as 65e6", above=True)
+            check_number("Job: width", self.width, "the hidden size of the model, at least 1, such as 768", at_least=1.0)
+        check_number("Job: params", self.params, "the number of trainable parameters, above 0, such as 65e6", above=0.0)
         for name in ("forward_ms", "backward_ms", "optimizer_ms"):
-            _number(f"Job: {name}", getattr(self, name), "give milliseconds")
+            check_number(f"Job: {name}", getattr(self, name), "milliseconds, at least 0", at_least=0.0)
         if self.compute_ms <= 0:
             raise ValueError("Job: forward_ms, backward_ms and optimizer_ms are all 0: give the milliseconds of a step")
-        _number("Job: jitter", self.jitter, "0.02 is two percent of a step")
-        if self.jitter >= 1:
-            raise ValueError(f"Job: jitter must be below 1, got {self.jitter!r}: 0.02 is two percent of a step")
+        want = "at least 0 and below 1 (0.02 is two percent of a step)"
+        check_number("Job: jitter", self.jitter, want, at_least=0.0, below=1.0)
 
     @classmethod
     def of_step(cls, params: float, step_ms: float, *, optimizer_ms: float = 0.0, **rest: Any) -> Job:
@@ -185,8 +170,8 @@ class Job:
         Raises:
             ValueError: as the class; or the optimizer takes longer than the step.
         """
-        _number("Job: step_ms", step_ms, "give the milliseconds of a step on one worker alone", above=True)
-        _number("Job: optimizer_ms", optimizer_ms, "give milliseconds")
+        check_number("Job: step_ms", step_ms, "the milliseconds of a step on one worker alone, above 0", above=0.0)
+        check_number("Job: optimizer_ms", optimizer_ms, "milliseconds, at least 0", at_least=0.0)
         if optimizer_ms > step_ms:
             raise ValueError(f"Job: optimizer_ms={optimizer_ms:g} is more than step_ms={step_ms:g}: it is a part of the step")
         time = step_ms - optimizer_ms
@@ -240,8 +225,8 @@ class Choice:
             parse_compression(self.compression)
         except ValueError as error:
             raise ValueError(f"Choice: {error}") from None
-        _number("Choice: bucket_mb", self.bucket_mb, "give MiB, such as 25", above=True)
-        _number("Choice: extra_ms", self.extra_ms, "give milliseconds")
+        check_number("Choice: bucket_mb", self.bucket_mb, "MiB above 0, such as 25", above=0.0)
+        check_number("Choice: extra_ms", self.extra_ms, "milliseconds, at least 0", at_least=0.0)
 
     @property
     def decentralized(self) -> bool:

@@ -11,7 +11,7 @@ from decent_dp.topo import TopologyReg, make_topology
 from decent_dp.topo.registry import counts_replicas, why_unfit
 
 from .describe import COMPRESSIONS, DDP, DECENT_DP, FSDP, HSDP, Choice, Cluster, Job, Prediction
-from .prediction import most_buckets_of, predict
+from .prediction import predict
 from .traffic import buckets_of
 
 __all__ = ["candidates", "default_replica", "left_out", "plan", "same_rounds"]
@@ -94,7 +94,6 @@ def plan(cluster: Cluster, job: Job, choices: Sequence[Choice] | None = None, *,
         ValueError: as of ``predict``, for given choices.
     """
     mixing: dict[object, float | None] = {}
-    most = most_buckets_of(cluster.world_size)
 
     def found(choice: Choice) -> Prediction:
         prediction = predict(cluster, job, choice, seed=seed)
@@ -114,10 +113,10 @@ def plan(cluster: Cluster, job: Job, choices: Sequence[Choice] | None = None, *,
         choice = prediction.choice
         if choice.kind != DDP and prediction.step_ms > _NEAR * best:
             continue
-        cuts = [buckets_of(job, choice, most)]
+        cuts = [buckets_of(job, choice).tolist()]
         for size in OTHER_MB:
             other = replace(choice, bucket_mb=size)
-            cut = buckets_of(job, other, most)
+            cut = buckets_of(job, other).tolist()
             if cut not in cuts:  # small models have the same buckets for several sizes
                 cuts.append(cut)
                 again = found(other)

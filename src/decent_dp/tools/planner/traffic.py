@@ -9,12 +9,27 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
+
 from decent_dp._sizes import MIB, choose_sizes
 from decent_dp.topo import Topology, make_topology
 
 from .describe import FSDP, HSDP, PUSH, Choice, Cluster, Job
 
-__all__ = ["BLOCKS", "RoundTraffic", "Transfer", "all_reduce_s", "buckets_of", "capacities", "collective", "make_rounds"]
+__all__ = [
+    "BLOCKS",
+    "RoundTraffic",
+    "Transfer",
+    "all_reduce_s",
+    "buckets_of",
+    "capacities",
+    "collective",
+    "make_rounds",
+    "seconds_per_byte",
+]
+
+Array = npt.NDArray[np.float64]
 
 # Messages of its groups' trees that a worker requests at a time: one of each other node, within these limits (TCP links).
 _REQUESTED_AT_ONCE, _MOST_REQUESTED = 4, 12
@@ -25,6 +40,8 @@ _HANDSHAKE = 3
 _TCP_BYTES_PER_S, _ENCRYPTED_BYTES_PER_S, _TCP_LATENCY_S = 0.7e9, 0.25e9, 30e-6
 # FSDP gathers and sums the blocks of a transformer one after another.
 BLOCKS = 32
+# The most buckets of this library that are looked at.
+_MOST_BUCKETS = 12
 # Without a period, or with a long one, this many late rounds are simulated.
 _SAMPLED_ROUNDS, _LATE, _LONG = 16, 1_000_000, 256
 
@@ -73,21 +90,27 @@ def capacities(cluster: Cluster) -> tuple[list[float], list[float]]:
     return [cluster.ports * rate for rate in between] + inside, [of_a_flow * rate for rate in between] + inside
 
 
-def all_reduce_s(cluster: Cluster, transfer: Transfer, size: float) -> float:
-    """Seconds of an all-reduce of ``size`` bytes on idle links. An all-gather by a ring takes half of it."""
-    _, per_flow = capacities(cluster)
-    slowest = max((copies / per_flow[link] for link, copies in transfer.loads), default=0.0)
-    return transfer.latency_s + size * slowest if len(transfer.starters) > 1 else 0.0
+def seconds_per_byte(cluster: Cluster, transfers: Sequence[Transfer]) -> list[float]:
+    """Seconds per byte of the payload of each transfer over the busiest of its links, which it shares with the others."""
+    capacity, per_flow = capacities(cluster)
+    copies = [0.0] * len(capacity)
+    for transfer in transfers:
+        for link, own in transfer.loads:
+            copies[link] += own
+    return [
+        max([1 / each.most, *(max(copies[link] / capacity[link], own / per_flow[link]) for link, own in each.loads)])
+        for each in transfers
+    ]
+
+
+def all_reduce_s(cluster: Cluster, transfer: Transfer, nbytes: Array) -> Array:
+    """Seconds of all-reduces of so many bytes on idle links. An all-gather by a ring takes half of it."""
+    return (transfer.latency_s + nbytes * seconds_per_byte(cluster, [transfer])[0]) * (len(transfer.starters) > 1)
 
 
 def _most(cluster: Cluster, across: bool) -> float:
     """Bytes per second of a worker's messages that NCCL does not take."""
     return cluster.processes * (_ENCRYPTED_BYTES_PER_S if across else _TCP_BYTES_PER_S)
-
-
-def _node_ways(cluster: Cluster, node: int) -> tuple[int, int]:
-    """The numbers of the ways out of and into a node."""
-    return node, cluster.n_nodes + node
 
 
 def _worker_ways(cluster: Cluster, rank: int) -> tuple[int, int]:
@@ -100,7 +123,7 @@ def _send(cluster: Cluster, source: int, target: int) -> tuple[tuple[int, float]
     a, b = cluster.node(source), cluster.node(target)
     if a == b:
         return (_worker_ways(cluster, source)[0], 1.0), (_worker_ways(cluster, target)[1], 1.0)
-    return (_node_ways(cluster, a)[0], 1.0), (_node_ways(cluster, b)[1], 1.0)
+    return (a, 1.0), (cluster.n_nodes + b, 1.0)
 
 
 def node_copies(nodes: int, members: int, how: str) -> float:
@@ -139,7 +162,7 @@ def collective(cluster: Cluster, ranks: Sequence[int], how: str) -> Transfer:
     loads: list[tuple[int, float]] = []
     for node, own in members.items():
         if k > 1:
-            loads += [(way, copies / busy) for way in _node_ways(cluster, node)]
+            loads += [(way, copies / busy) for way in (node, cluster.n_nodes + node)]
         if len(own) > 1:
             inside = 2 * (len(own) - 1) / len(own) if how == "tree" else 2 * (m - 1) / m
             loads += [(way, inside) for rank in own for way in _worker_ways(cluster, rank)]
@@ -251,29 +274,24 @@ def _part_of(whole: Transfer, h: int) -> Transfer:
     return replace(whole, loads=loads, crossing=crossing, most=whole.most * h)
 
 
-def buckets_of(job: Job, choice: Choice, most: int) -> list[float]:
+def buckets_of(job: Job, choice: Choice) -> Array:
     """Shares of the parameters in each bucket, in the order of the backward; they sum to 1.
 
     DDP: 1 MiB first, then the limit. This library: about eight of equal size below the limit, the first a quarter of them
-    (``choose_sizes``). Parameters are assumed to be small beside a bucket. More than ``most`` buckets of
-    this library are merged into that many, except for the first: each waits for its own exchange of the previous step, so the
-    latency counts once per step, whatever their number. DDP's buckets are summed one after another, each with the latency, and
-    are not merged. FSDP's are blocks.
+    (``choose_sizes``). Parameters are assumed to be small beside a bucket. More than 12 buckets of this library are merged into
+    12, except for the first: each waits for its own exchange of the previous step, so the latency counts once per step,
+    whatever their number. DDP's buckets are summed one after another, each with the latency, and are not merged. FSDP's are
+    blocks.
     """
     if choice.kind in (HSDP, FSDP):
-        return [1 / BLOCKS] * BLOCKS
-    total = 4 * job.params
-    limit = choice.bucket_mb * MIB
-    if choice.decentralized:
-        first, size = choose_sizes(total, limit)
-    else:
-        size, first = limit, min(MIB, limit)
-    shares = [min(first, total) / total]
-    rest = total - shares[0] * total
-    if rest > 1e-9 * total:
-        count = -(-rest // size)
-        if not choice.synchronous and count > most - 1:
-            shares += [rest / total / (most - 1)] * (most - 1)
-        else:
-            shares += [size / total] * int(count - 1) + [(rest - (count - 1) * size) / total]
-    return shares
+        return np.full(BLOCKS, 1 / BLOCKS)
+    total, limit = 4 * job.params, choice.bucket_mb * MIB
+    first, size = choose_sizes(total, limit) if choice.decentralized else (min(MIB, limit), limit)
+    first = min(first, total)
+    rest = total - first
+    if rest <= 1e-9 * total:
+        return np.ones(1)
+    count = int(-(-rest // size))
+    if not choice.synchronous and count > _MOST_BUCKETS - 1:
+        count, size = _MOST_BUCKETS - 1, rest / (_MOST_BUCKETS - 1)
+    return np.array([first, *[size] * (count - 1), rest - (count - 1) * size]) / total
