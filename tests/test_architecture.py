@@ -305,8 +305,8 @@ LINES = {
     "transport": (8906, 3200),
     "engine": (994, 1000),
     "membership": (1813, 1100),
-    "replica": (5581, 2500),
-    "backward": (1192, 526),  # with _gossip and ddp 1,600
+    "replica": (5807, 2500),
+    "backward": (904, 526),  # with _gossip and ddp 1,600
     "checkpoint": (2501, 1900),
     "launch": (932, 500),
     "logging": (701, 350),

@@ -34,8 +34,8 @@ from decent_dp.replica.module_hooks import called_first
 from decent_dp.replica.momenta import Momenta
 from decent_dp.replica.node_gradients import NodeGradients
 from decent_dp.replica.nodes import describe_node, why_no_node
-from decent_dp.replica.optimizer_guards import check_optimizers, options_of, refuse_hidden_state, signature_of
-from decent_dp.replica.optimizer_state import has_own_state_dict, load_optimizer, params_of, saved_optimizer
+from decent_dp.replica.optimizer_guards import check_optimizers, options_of, params_of, refuse_hidden_state, signature_of
+from decent_dp.replica.optimizer_state import load_optimizer, saved_optimizer
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.scaler_hook import ScalerHook, is_inner_step, refuse_other_scaler
 from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, mesh_of, ranks_of_mesh, refuse_stale_backward, reshard
@@ -539,9 +539,8 @@ class Gossip(Replica):
         stepped   steps of each optimizer since the last round
         taken     whether any of them was taken
         """
-        for optimizer in self.optimizers:
-            if self.steps and not has_own_state_dict(optimizer):
-                refuse_hidden_state(optimizer, self.model, self.optimizers)
+        if self.steps:
+            refuse_hidden_state(self.optimizers, self.model)
         optimizers = [saved_optimizer(optimizer, self.model) for optimizer in self.optimizers]
         scaler = None if self.scaler is None else self.scaler.state_dict()
         return {"optim": {"optimizers": optimizers, "scaler": scaler}, **self._progress()}

@@ -13,7 +13,7 @@ import enum
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,6 @@ from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_scale
 from decent_dp.backward.output import tensors_in
 from decent_dp.backward.scaled import refuse_scaled_loss
 from decent_dp.backward.state_dicts import copy_values, strip_prefix
-from decent_dp.backward.states import check_kinds, check_optim_state, collect_optim_state, kind_of, load_optim_state
 from decent_dp.backward.units import Builder, DeferredList, Unit
 from decent_dp.engine import Bucket
 from decent_dp.errors import OutOfStepError
@@ -36,6 +35,13 @@ from decent_dp.replica.construction import Agreement
 from decent_dp.replica.module_hooks import state_names
 from decent_dp.replica.momenta import Momenta
 from decent_dp.replica.optimizer_guards import Options, options_of, refuse_hidden_state, warn_of_rates
+from decent_dp.replica.optimizer_state import (
+    check_optim_state,
+    collect_optim_state,
+    kind_of,
+    load_optim_state,
+    refuse_other_kind,
+)
 from decent_dp.replica.replica import Replica, Stats
 from decent_dp.replica.snapshot import check_scaler_state, copied, first_loss_scale
 from decent_dp.transport import Transport
@@ -427,7 +433,7 @@ class BackwardReplica(Replica):
             optimizers = [unit.optimizer for unit in units]
             options = options_of(optimizers, self.model, [unit.scheduler for unit in units])
             if self._pending_state is not None:
-                load_optim_state(units, self._pending_state)
+                self._load_optim(units, self._pending_state)
             return (units, *self._builder.lay_out_momenta(units, whole), options), {"optimizers": options.alike}
 
         units, momenta, buckets, options = check_consistency(control, rank, make)
@@ -449,14 +455,26 @@ class BackwardReplica(Replica):
     # -- saves and loads ----------------------------------------------------------------------------------------------
 
     def optim_state_dict(self) -> dict[str, Any]:
-        """Returns the state of optimizers, schedulers and scaler, and the round (``decent_dp.backward.states``)."""
+        """Returns the state of optimizers, schedulers and scaler, and the round (``optimizer_state``)."""
         self.apply_pending()
         return self._optim_state()
 
     def _optim_state(self) -> dict[str, Any]:
-        for optimizer in self.optimizers if self.steps else ():
-            refuse_hidden_state(optimizer, self.model, self.optimizers)
-        return collect_optim_state(self.units, self.policy.scaler, self.engine.round, self._pending_state)
+        if self.steps:
+            refuse_hidden_state(self.optimizers, self.model)
+        found = self._pending_state or collect_optim_state(self.optimizers, self.schedulers, self._names_by_id)
+        scaler = self.policy.scaler
+        return {**found, "scaler": None if scaler is None else scaler.state_dict(), "round": self.engine.round}
+
+    @property
+    def _names_by_id(self) -> dict[int, str]:
+        return dict(zip(map(id, self.parameters.params), self.parameters.names, strict=True))
+
+    def _load_optim(
+        self, units: Sequence[Unit], saved: dict[str, Any], undo: contextlib.ExitStack | None = None, *, exact: bool = False
+    ) -> None:
+        optimizers, schedulers = [unit.optimizer for unit in units], [unit.scheduler for unit in units]
+        load_optim_state(optimizers, schedulers, self._names_by_id, saved, undo, exact=exact)
 
     def load_optim_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the result of ``optim_state_dict``; before the first update, keeps it until then."""
@@ -466,7 +484,7 @@ class BackwardReplica(Replica):
         if scaler is not None and state_dict.get("scaler"):
             scaler.load_state_dict(state_dict["scaler"])  # not deferred, because the user scales the next loss with it
         if self.units:
-            load_optim_state(self.units, state_dict)
+            self._load_optim(self.units, state_dict)
         else:
             self._pending_state = state_dict
             self.engine.round = state_dict.get("round", self.engine.round)
@@ -485,7 +503,7 @@ class BackwardReplica(Replica):
     def saved_entries(self) -> dict[str, Any]:
         """Returns these entries of a snapshot:
 
-        optim         optimizers, schedulers and scaler, by parameter name (``states``)
+        optim         optimizers, schedulers and scaler, by parameter name (``optimizer_state``)
         optimizer     the classes of the optimizers, None without any; ``scheduler`` likewise
         accumulate, window    the window is 'idle' or 'open'
         nested, arrived       as the attributes ``nested`` and ``first_order``
@@ -525,7 +543,7 @@ class BackwardReplica(Replica):
         check_scaler_state(self.policy.scaler, snapshot["optim"].get("scaler"))
 
     def load_optimizers(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
-        load_optim_state(self.units, snapshot["optim"], exact=True)
+        self._load_optim(self.units, snapshot["optim"], undo, exact=True)
 
     def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> list[Bucket]:
         """Calls the factories again, so that a snapshot fits any bucket size."""
@@ -534,8 +552,10 @@ class BackwardReplica(Replica):
             if not self.units:  # present units rebind their parameters themselves
                 undo.callback(self._builder.release)
             self._loaded = self._builder.lay_out(order)
-            check_kinds(self._loaded, snapshot)
-            load_optim_state(self._loaded, snapshot["optim"], exact=True)
+            refuse_other_kind("optimizer", snapshot["optimizer"], kind_of([unit.optimizer for unit in self._loaded]))
+            schedulers = [unit.scheduler for unit in self._loaded if unit.scheduler is not None]
+            refuse_other_kind("scheduler", snapshot["scheduler"], kind_of(schedulers))
+            self._load_optim(self._loaded, snapshot["optim"], exact=True)
         self._loaded_momenta, buckets = self._builder.lay_out_momenta(self._loaded, order)
         self._loaded_momenta.follow_loads(trusted=True)
         return [*(unit.bucket for unit in self._loaded), *buckets]

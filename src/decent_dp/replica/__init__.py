@@ -6,7 +6,7 @@ parameters        the trainable parameters, their changes      module_hooks    s
 averages          means of tensors over workers                mean            the replica as the mean, and its own values
 consistency       calls of all workers, the same error on all  cadence         rounds in which such calls are due
 snapshot          the whole state at a step boundary           host_copies     copies of tensors in memory that is kept
-optimizer_state   optimizers' state by parameter name          optimizer_guards  mistakes with optimizers
+optimizer_state   their state by parameter name        optimizer_guards  mistakes with optimizers, and in saved states
 momenta           optimizers' momenta that are mixed, too      uneven          uneven numbers of batches
 shards            replicas of several workers (DTensor)        mates           the other workers of such a replica
 state_server      gives its state to a process that joins      state_receiver  gets it from a member

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from decent_dp.replica.construction import Agreement, Arguments, connect_replicas
-from decent_dp.replica.optimizer_guards import warn_user
-from decent_dp.replica.optimizer_state import params_of
+from decent_dp.replica.optimizer_guards import params_of, warn_user
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.state_receiver import serve_joiners
 from decent_dp.transport import NewcomerTransport, Transport

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
 import numbers
@@ -14,18 +15,20 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from decent_dp.replica.optimizer_state import is_known, names_of, params_of
-
 __all__ = [
     "Options",
+    "check_alike",
     "check_optimizers",
+    "check_states",
     "first_difference",
     "options_of",
+    "params_of",
     "refuse_hidden_state",
     "signature_of",
     "warn_of_rates",
@@ -44,6 +47,15 @@ _NOT_COMPARED = ("params", "param_names", "foreach", "fused", "capturable", "dif
 _CLASS = "the class of the optimizer"
 # A warning lists the ranks of at most this many workers with one rate.
 _RANKS = 8
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _is_known(optimizer: Optimizer) -> bool:
+    """Whether its class is torch's or of this library."""
+    return f"{type(optimizer).__module__}.".startswith(("torch.optim.", "decent_dp.optim."))
 
 
 def check_optimizers(given: object, model: nn.Module) -> list[Optimizer]:
@@ -123,7 +135,9 @@ def _described(thing: Any) -> str:
 
 def signature_of(optimizers: Sequence[Optimizer], model: nn.Module) -> list[Any]:
     """Returns the properties of the optimizers that must be equal on all workers, as JSON short enough for a message."""
-    return [f"{type(optimizer).__name__} of {_brief(names_of(optimizer, model))}" for optimizer in optimizers]
+    names = {id(param): name for name, param in model.named_parameters()}
+    members = [[names[id(param)] for param in params_of(optimizer)] for optimizer in optimizers]
+    return [f"{type(optimizer).__name__} of {_brief(own)}" for optimizer, own in zip(optimizers, members, strict=True)]
 
 
 def _brief(names: Sequence[str]) -> str:
@@ -137,12 +151,9 @@ def _brief(names: Sequence[str]) -> str:
 # -- state that no save contains ------------------------------------------------------------------------------------------
 
 
-def refuse_hidden_state(optimizer: Optimizer, model: nn.Module, saved: Sequence[Optimizer]) -> None:
-    """Checks that an optimizer that has stepped keeps all its state in ``state``.
-
-    Args:
-        model: owner of the stepped parameters.
-        saved: all optimizers whose state goes into the save.
+def refuse_hidden_state(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
+    """Checks that optimizers that have stepped, and whose state goes into a save, keep all of it in ``state``. Those that
+    define their own ``state_dict`` may keep it elsewhere.
 
     Raises:
         ValueError: the state of a parameter is in another attribute; names the parameter and the attribute.
@@ -150,34 +161,36 @@ def refuse_hidden_state(optimizer: Optimizer, model: nn.Module, saved: Sequence[
     names = {id(param): name for name, param in model.named_parameters()}
     # Dicts have parameters, their ids or their names as keys.
     owners: dict[Any, str] = {**names, **{name: name for name in names.values()}}
-    own = [key for key in vars(optimizer) if key not in _BASE_ATTRIBUTES and not key.startswith("_optimizer_")]
-    seen: set[int] = set()
-    found = [leaf for key in own for leaf in _leaves(vars(optimizer)[key], key, None, owners, seen)]
-    if not found:
-        return
-    kept = {id(tensor) for one in saved for _, tensor, _ in _leaves(one.state, "", None, owners, set())}
-    places = {_place(tensor) for param in model.parameters() for tensor in (param, param.grad) if tensor is not None}
-    params = params_of(optimizer)
-    shapes = {name: param.shape for name, param in model.named_parameters()}
-    without = {names[id(param)]: param for param in params if not optimizer.state.get(param) and id(param) in names}
-    for where, leaf, owner in found:
-        name = None
-        if isinstance(leaf, Optimizer):
-            inner = _leaves(leaf.state, "", None, owners, set())
-            name = next((of for _, tensor, of in inner if of is not None and id(tensor) not in kept), None)
-        elif id(leaf) in kept or _place(leaf) in places:  # saved already, or a parameter or gradient (perhaps detached)
+    for optimizer in optimizers:
+        if type(optimizer).state_dict is not Optimizer.state_dict or optimizer._optimizer_state_dict_post_hooks:
             continue
-        elif owner is not None:
-            name = owner if leaf.numel() > 1 and (owner in without or leaf.shape == shapes.get(owner)) else None
-        elif len(without) == len(params):
-            name = _guess_owner(leaf, without)
-        if name is not None:
-            raise ValueError(
-                f"{type(optimizer).__name__} has stepped parameter '{name}' and keeps the state of it in its attribute "
-                f"{where}, where no save finds it: a run would resume without it. Of real optimizers inside another, pass the "
-                "real ones, gossip(model, [muon, adamw]). Otherwise keep it in self.state[param], or, with gossip(), override "
-                "state_dict() and load_state_dict()."
-            )
+        own = [key for key in vars(optimizer) if key not in _BASE_ATTRIBUTES and not key.startswith("_optimizer_")]
+        seen: set[int] = set()
+        found = [leaf for key in own for leaf in _leaves(vars(optimizer)[key], key, None, owners, seen)]
+        if not found:
+            continue
+        kept = {id(tensor) for one in optimizers for _, tensor, _ in _leaves(one.state, "", None, owners, set())}
+        places = {_place(tensor) for param in model.parameters() for tensor in (param, param.grad) if tensor is not None}
+        without = {names[id(param)]: param for param in params_of(optimizer) if not optimizer.state.get(param)}
+        shapes = {name: param.shape for name, param in model.named_parameters()}
+        for where, leaf, owner in found:
+            name = None
+            if isinstance(leaf, Optimizer):
+                inner = _leaves(leaf.state, "", None, owners, set())
+                name = next((of for _, tensor, of in inner if of is not None and id(tensor) not in kept), None)
+            elif id(leaf) in kept or _place(leaf) in places:  # saved already, or a parameter or gradient (perhaps detached)
+                continue
+            elif owner is not None:
+                name = owner if leaf.numel() > 1 and (owner in without or leaf.shape == shapes.get(owner)) else None
+            elif len(without) == len(params_of(optimizer)):
+                name = _guess_owner(leaf, without)
+            if name is not None:
+                raise ValueError(
+                    f"{type(optimizer).__name__} has stepped parameter '{name}' and keeps the state of it in its attribute "
+                    f"{where}, where no save finds it: a run would resume without it. Of real optimizers inside another, pass "
+                    "the real ones, gossip(model, [muon, adamw]). Otherwise keep it in self.state[param], or, with gossip(), "
+                    "override state_dict() and load_state_dict()."
+                )
 
 
 def _leaves(
@@ -301,7 +314,7 @@ def warn_of_rates(rates: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
 
 def _compared(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     options = {key: value for key, value in group.items() if key not in _NOT_COMPARED}
-    if optimizer.state and not is_known(optimizer):
+    if optimizer.state and not _is_known(optimizer):
         # Some optimizers tune their options while they train. Options that differ from their defaults may be such.
         options = {key: value for key, value in options.items() if _plain(value) == _plain(optimizer.defaults.get(key))}
     return options
@@ -334,3 +347,121 @@ def warn_user(text: str) -> None:
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "decent_dp"):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
+
+
+# -- saved states, whose values may be of another kind: they would load, and break the training later ------------------------
+
+
+def check_alike(what: str, saved: Any, own: Any) -> None:
+    """Checks that ``saved`` could be another value of ``own``: of the same kind, also inside, where both have a key.
+
+    Where ``own`` is None anything may be, as versions of torch differ in their defaults.
+
+    Raises:
+        ValueError: it could not; names the place.
+    """
+    if isinstance(own, Mapping):
+        fits = isinstance(saved, Mapping)
+        for key in [key for key in own if key in saved] if fits else ():
+            check_alike(f"{what}[{key!r}]", saved[key], own[key])
+    elif isinstance(own, (list, tuple)):
+        fits = isinstance(saved, (list, tuple)) and (isinstance(own, list) or len(saved) == len(own))
+        for i, (theirs, ours) in enumerate(zip(saved, own, strict=False)) if fits else ():
+            check_alike(f"{what}[{i}]", theirs, ours)
+    elif isinstance(own, bool):
+        fits = saved is None or isinstance(saved, bool)
+    elif isinstance(own, Tensor) and own.dim():
+        fits = isinstance(saved, (Tensor, Mapping))  # a mapping: this worker's part of a DTensor
+    elif _is_number(own):
+        fits = _is_number(saved)
+    else:
+        fits = not isinstance(own, (str, bytes)) or isinstance(saved, type(own))
+    if not fits:
+        raise ValueError(f"{what} was saved as {_seen(saved)}, and is {_seen(own)} here")
+
+
+def check_states(optimizer: Optimizer, names: Sequence[str], saved: Mapping[str, Any]) -> None:
+    """Checks parameters' states against those that the optimizer has, or, if it has made no step, would make.
+
+    The states of torch's optimizers and ours are numbers, and tensors of the parameter's shape, possibly reduced to 1 along
+    some dimensions. Those of other optimizers may have any shape.
+
+    Args:
+        names: of its parameters, in its order.
+        saved: as ``saved_optimizer`` returns it, for the same groups.
+
+    Raises:
+        ValueError: a state is of another kind or shape; names the parameter and the key.
+    """
+    kind, rest = type(optimizer).__name__, iter(names)
+    for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
+        examples: dict[int, Mapping[str, Any]] = {}  # by dimensions: each costs a step of a new optimizer
+        for param in group["params"]:
+            name = next(rest)
+            what, state = f"the state of parameter '{name}'", saved["state"].get(name, {})
+            if param.dim() not in examples:
+                examples[param.dim()] = _example(optimizer, group, param)
+            example = examples[param.dim()] if param.is_floating_point() else {}
+            check_alike(what, state, {**example, **optimizer.state.get(param, {})})
+            if not state:
+                continue
+            # What is not in the example the optimizer makes later, or on some options only.
+            if missing := [key for key in example if key not in state]:
+                raise ValueError(f"{what} has no '{missing[0]}', which {kind} needs{_switched(options, group)}")
+            for key, value in state.items() if example else ():
+                if isinstance(value, Tensor) and not _may_be_state_of(value, param):
+                    raise ValueError(
+                        f"{what}['{key}'] was saved as {_seen(value)}, and should be {tuple(param.shape)} for {kind}: it is "
+                        "the state of another parameter or optimizer"
+                    )
+
+
+def _may_be_state_of(value: Tensor, param: Tensor) -> bool:
+    shapes = zip(value.shape, param.shape, strict=False)
+    return value.numel() == 1 or (value.dim() == param.dim() and all(a in (1, b) for a, b in shapes))
+
+
+def _switched(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """The options that are on in one group and off in the other."""
+    for key, ours in own.items():
+        theirs = saved.get(key)
+        if all(isinstance(value, (bool, int, float)) for value in (theirs, ours)) and bool(theirs) != bool(ours):
+            return f": it was saved with {key}={theirs}, and has {key}={ours} here. Make the optimizer with {key}={theirs}"
+    return ""
+
+
+def _example(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> Mapping[str, Any]:
+    """The state that one step of a new optimizer makes for such a parameter; of torch's optimizers and ours, else empty."""
+    kind = type(optimizer)
+    if not _is_known(optimizer) or kind.__name__ in ("LBFGS", "SparseAdam"):
+        return {}
+    names = set(inspect.signature(kind).parameters)
+    # On the CPU and for one number: torch's fused and captured kinds need a GPU.
+    options = {k: v for k, v in group.items() if k in names and k not in ("params", "fused", "capturable", "foreach")}
+    with torch.enable_grad():
+        small = nn.Parameter(torch.zeros([1] * param.dim(), dtype=torch.float32, device="cpu"))
+        small.grad = torch.ones_like(small)
+        try:
+            example = kind([small], **options)
+            example.step()
+        except Exception:  # an option that only goes with a GPU, say
+            return {}
+    made: Mapping[str, Any] = example.state[small]
+    # Entries that are None after a step, and those that only some steps make, may be missing.
+    return {key: value for key, value in made.items() if value is not None}
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.size == 1 and value.dtype.kind in "iuf"
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _seen(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (Mapping, Sequence)) and not isinstance(value, (str, bytes)):
+        return f"a {type(value).__name__}"
+    return repr(value)[:80]
