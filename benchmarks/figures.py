@@ -1,4 +1,4 @@
-"""The figures of docs/how-it-works.md and docs/profiling.md, and the README's table of steps: `make figures`.
+"""The figures of docs/how-it-works.md and docs/watch.md, and the README's table of steps: `make figures`.
 
 The table and the traces come from results of the network lab, and mixing from `decent_dp.topo`. Only the lengths in the
 timeline of one update are made up.

@@ -251,7 +251,7 @@ SCENARIOS = {
     ),
     "preemption": Scenario(
         {
-            "a signal stops the run ([`Preemption`](preemption.md)) after a death, or a worker dies meanwhile": (
+            "a signal stops the run (`Preemption`) after a death, or a worker dies meanwhile": (
                 "all have stopped {stopped} after the signal"
             )
         },

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 examples/sharded.py
 
-docs/sharded.md explains it.
+docs/nodes.md explains it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from benchmarks import checkpoint
 from decent_dp.tools.plots import plot_training
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "checkpoint-format.md"
+PAGE = ROOT / "docs" / "lab" / "checkpoint.md"
 COST = ROOT / "benchmarks" / "results" / "checkpoint.json"
 RESIZE = ROOT / "docs" / "results" / "resize.json"
 

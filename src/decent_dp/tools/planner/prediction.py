@@ -30,7 +30,7 @@ _CHUNK = 32 * 2**20
 _LONGEST_S = 1e9
 # Nanoseconds per parameter for coding and decoding in a step, by backend. On a processor ('gloo'): the mean step with int8 less
 # that with float32, of 4.2 million parameters (benchmarks/results/real-2.json: 397.3 - 382.7 ms; bfloat16 cost less than the
-# noise). With 'nccl': ten times the kernels of an H200 (docs/gpus.md: 4.2 and 6.4 ms per 1e9 parameters), as other GPUs have
+# noise). With 'nccl': ten times the kernels of an H200 (lab/gpus.md: 4.2 and 6.4 ms per 1e9 parameters), as other GPUs have
 # down to a tenth of its memory's bandwidth.
 _CODING_NS: dict[str, dict[str | None, float]] = {
     "gloo": {None: 0.0, "bfloat16": 0.0, "int8": 3.5},

@@ -35,8 +35,8 @@ Array = npt.NDArray[np.float64]
 _REQUESTED_AT_ONCE, _MOST_REQUESTED = 4, 12
 # Messages one way: the offer, the request and the data (the transport's TCP links).
 _HANDSHAKE = 3
-# For messages that NCCL does not take: bytes per second that a process's one thread moves each way inside a node (docs/gpus.md)
-# and, encrypted, between nodes (docs/network.md); and the least latency, a guess.
+# For messages that NCCL does not take: bytes per second that a process's one thread moves each way inside a node (lab/gpus.md)
+# and, encrypted, between nodes (lab/fast.md); and the least latency, a guess.
 _TCP_BYTES_PER_S, _ENCRYPTED_BYTES_PER_S, _TCP_LATENCY_S = 0.7e9, 0.25e9, 30e-6
 # FSDP gathers and sums the blocks of a transformer one after another.
 BLOCKS = 32
