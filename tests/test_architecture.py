@@ -309,7 +309,7 @@ LINES = {
     "backward": (904, 526),  # with _gossip and ddp 1,600
     "checkpoint": (2501, 1900),
     "launch": (932, 500),
-    "logging": (701, 350),
+    "logging": (682, 350),
     "integrations": (1893, 1200),
     "tools": (6945, 4500),
 }

@@ -27,7 +27,7 @@ from torch import Tensor
 import decent_dp
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.logging import Recorder, publish, publisher
-from decent_dp.logging.status import FolderEntries, RunEntry, Status, StoreEntries, open_folder
+from decent_dp.logging.status import FolderEntries, Status, StoreEntries, open_folder
 from decent_dp.tools.cli import main
 from decent_dp.tools.cli import watch as watching
 from decent_dp.tools.cli.inputs import BadInputError
@@ -382,10 +382,10 @@ class Known:
     def __init__(self, *statuses: Status) -> None:
         self.now = {status.rank: status for status in statuses}
 
-    def runs(self) -> Sequence[RunEntry]:
+    def runs(self) -> Sequence[Status]:
         return list(self.now.values())[:1]
 
-    def statuses(self, run: RunEntry) -> dict[int, Status]:
+    def statuses(self, run: Status) -> dict[int, Status]:
         if self.now is None:
             raise ConnectionError
         return self.now

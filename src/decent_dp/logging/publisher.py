@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -24,8 +25,8 @@ __all__ = ["publish"]
 
 _log = logging.getLogger(__name__)
 
-# Seconds over which rates are taken; at least two rounds, if they take longer.
-_WINDOW = 10.0
+# Statuses with another round over which rates are taken: ten seconds, or as many rounds if they take longer.
+_WINDOW = 11
 # Seconds for the connection to the store, and for the last word of a worker that leaves.
 _CONNECT, _LEAVE = 30.0, 2.0
 
@@ -51,7 +52,7 @@ def publish(model: Trained) -> None:
     publisher = _Publisher(replica)
     replica.listeners.append(publisher)
     # Before the replica's own, which closes the connections.
-    Finalize(replica, publisher.end, exitpriority=110)
+    Finalize(replica, publisher.closing, exitpriority=110)
     publisher.start()
 
 
@@ -61,14 +62,27 @@ class _Publisher(Listener):
     def __init__(self, replica: Replica) -> None:
         transport, server = replica.world, server_of(replica.world.store)
         self._engine = replica.engine
-        self._run, self._rank, self._world_size = transport.run_id, transport.rank, transport.world_size
-        self._name = f"{Path(sys.argv[0]).name or 'python'}, {type(replica.model).__name__}"
-        self._store = "" if server is None else f"{server[0]}:{server[1]}"
-        self._host, self._began, self._beat = socket.gethostname(), time.time(), 0
+        self._now = Status(
+            run=transport.run_id,
+            name=f"{Path(sys.argv[0]).name or 'python'}, {type(replica.model).__name__}",
+            world_size=transport.world_size,
+            store="" if server is None else f"{server[0]}:{server[1]}",
+            rank=transport.rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            began=time.time(),
+            beat=0,
+            round=0,
+            idle_s=0.0,
+            step_ms=None,
+            waited_ms=None,
+            mbit_s=None,
+            distance=None,
+        )
         self._distance: float | None = None
+        # After the last round: the time, the round, the bytes sent and the seconds waited so far.
         self._last = self._sample()
-        self._samples = deque([self._last])
-        self._places: list[FolderEntries | StoreEntries] = []
+        self._samples = deque([self._last], _WINDOW)
         self._left = threading.Event()
         self._thread = threading.Thread(target=telling(self._publish, _warn), name="decent_dp-status", daemon=True)
 
@@ -84,9 +98,6 @@ class _Publisher(Listener):
         self._distance = distance
 
     def closing(self) -> None:
-        self.end()
-
-    def end(self) -> None:
         """Removes the status; a store that does not answer is waited for a moment only."""
         self._left.set()
         if threading.current_thread() is not self._thread:
@@ -99,49 +110,42 @@ class _Publisher(Listener):
     # -- in the publishing thread -------------------------------------------------------------------------------------
 
     def _publish(self) -> None:
+        places: list[FolderEntries | StoreEntries] = []
         for open_place in (self._open_folder, self._open_store):
-            _works(open_place)
-        while self._places and not self._left.is_set():
-            status = self._status()
-            self._places = [place for place in self._places if _works(partial(place.write, status))]
+            _works(lambda open_place=open_place: places.extend(open_place()))  # type: ignore[misc]
+        while places and not self._left.is_set():
+            self._count()
+            places = [place for place in places if _works(partial(place.write, self._now))]
             self._left.wait(BEAT)
-        for place in self._places:
-            _works(partial(place.remove, self._run, self._rank))
+        for place in places:
+            _works(partial(place.remove, self._now.run, self._now.rank))
 
-    def _open_folder(self) -> None:
+    def _open_folder(self) -> list[FolderEntries]:
         entries = FolderEntries(open_folder())
         entries.runs()  # removes what killed workers have left
-        self._places.append(entries)
+        return [entries]
 
-    def _open_store(self) -> None:
-        if self._store:
-            # A connection of its own, because a call that hangs blocks all others of the same connection.
-            entries = StoreEntries(self._store, _CONNECT)
-            if self._rank == 0:
-                entries.announce(self._status())
-            self._places.append(entries)
+    def _open_store(self) -> list[StoreEntries]:
+        if not self._now.store:
+            return []
+        # A connection of its own, because a call that hangs blocks all others of the same connection.
+        entries = StoreEntries(self._now.store, _CONNECT)
+        if self._now.rank == 0:
+            entries.announce(self._now)
+        return [entries]
 
-    def _status(self) -> Status:
+    def _count(self) -> None:
+        """Makes the next status."""
         last, samples = self._last, self._samples
         if last[1] < samples[-1][1]:  # a checkpoint was loaded
             samples.clear()
         if not samples or last[1] > samples[-1][1]:
             samples.append(last)
-        while len(samples) > 2 and last[0] - samples[1][0] >= _WINDOW:
-            samples.popleft()
         seconds, rounds, sent, waited = (b - a for a, b in zip(samples[0], samples[-1], strict=True))
         some = rounds > 0 and seconds > 0
-        self._beat += 1
-        return Status(
-            run=self._run,
-            name=self._name,
-            world_size=self._world_size,
-            store=self._store,
-            rank=self._rank,
-            host=self._host,
-            pid=os.getpid(),
-            began=self._began,
-            beat=self._beat,
+        self._now = replace(
+            self._now,
+            beat=self._now.beat + 1,
             round=last[1],
             idle_s=time.monotonic() - last[0],
             step_ms=1e3 * seconds / rounds if some else None,

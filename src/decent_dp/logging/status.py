@@ -16,13 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import NoneType
-from typing import TypeVar
 
 from decent_dp.transport.store import connect_store, read_text
 
-__all__ = ["BEAT", "SILENT", "FolderEntries", "RunEntry", "Status", "StoreEntries", "open_folder"]
-
-Kind = TypeVar("Kind", bound="RunEntry")
+__all__ = ["BEAT", "SILENT", "FolderEntries", "Status", "StoreEntries", "open_folder"]
 
 # Seconds between two statuses of a worker, and after which one that has come no more counts as silent.
 BEAT, SILENT = 1.0, 5.0
@@ -33,31 +30,13 @@ _RUNS = 20
 
 
 @dataclass(frozen=True)
-class RunEntry:
-    """A run that publishes.
+class Status:
+    """What one worker says of itself, and of its run.
 
     Attributes:
         run: its id.
         name: the script and the model.
         store: 'host:port' of the store; '' if there is none that others can reach.
-    """
-
-    run: str
-    name: str
-    world_size: int
-    store: str
-
-    @classmethod
-    def from_json(cls, text: str) -> RunEntry | None:
-        """Returns None if ``text`` is something else."""
-        return _read(cls, text)
-
-
-@dataclass(frozen=True)
-class Status(RunEntry):
-    """What one worker says of itself.
-
-    Attributes:
         began: when it began to publish, in seconds by the clock of its machine.
         beat: counts its statuses. Clocks of machines differ, so that the reader measures the time between two of them.
         idle_s: seconds since its last round.
@@ -65,6 +44,10 @@ class Status(RunEntry):
         distance: the last ``consensus_distance()``; None if there was none.
     """
 
+    run: str
+    name: str
+    world_size: int
+    store: str
     rank: int
     host: str
     pid: int
@@ -80,7 +63,11 @@ class Status(RunEntry):
     @classmethod
     def from_json(cls, text: str) -> Status | None:
         """Returns None if ``text`` is something else."""
-        return _read(cls, text)
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            found = cls(**json.loads(text))
+            if all(isinstance(getattr(found, field.name), _TYPES[str(field.type)]) for field in fields(cls)):
+                return found
+        return None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -93,15 +80,6 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "float": (int, float),
     "float | None": (int, float, NoneType),
 }
-
-
-def _read(kind: type[Kind], text: str) -> Kind | None:
-    with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(text)
-        kinds = {field.name: _TYPES[str(field.type)] for field in fields(kind)}
-        if isinstance(found, dict) and all(isinstance(found.get(name), types) for name, types in kinds.items()):
-            return kind(**{name: found[name] for name in kinds})
-    return None
 
 
 # -- on this machine -------------------------------------------------------------------------------------------------------
@@ -138,7 +116,7 @@ class FolderEntries:
     def remove(self, run: str, rank: int) -> None:
         self._path(run, rank).unlink(missing_ok=True)
 
-    def runs(self) -> Sequence[RunEntry]:
+    def runs(self) -> Sequence[Status]:
         """Returns the runs from the oldest to the newest, and removes the files of workers that are gone."""
         found: dict[str, Status] = {}
         for path in self._folder.iterdir():
@@ -151,7 +129,7 @@ class FolderEntries:
                     found[status.run] = min(found.get(status.run, status), status, key=lambda status: status.began)
         return sorted(found.values(), key=lambda status: status.began)
 
-    def statuses(self, run: RunEntry) -> dict[int, Status]:
+    def statuses(self, run: Status) -> dict[int, Status]:
         """Returns the statuses of a run by rank."""
         found = {}
         for rank in range(run.world_size):
@@ -188,10 +166,9 @@ class StoreEntries:
         host, _, port = address.rpartition(":")
         self._store = connect_store(host.strip("[]"), int(port), "decent_dp-status", seconds)
 
-    def announce(self, run: RunEntry) -> None:
-        """Makes a run known; called by one worker."""
-        entry = {field.name: getattr(run, field.name) for field in fields(RunEntry)}
-        self._store.set(f"run/{self._store.add('runs', 1)}", json.dumps(entry))
+    def announce(self, run: Status) -> None:
+        """Makes the run of this worker known; called by one worker."""
+        self._store.set(f"run/{self._store.add('runs', 1)}", run.to_json())
 
     def write(self, status: Status) -> None:
         self._store.set(f"status/{status.run}/{status.rank}", status.to_json())
@@ -200,19 +177,19 @@ class StoreEntries:
         # Not deleted: a reader that has found it there would wait for it.
         self._store.set(f"status/{run}/{rank}", "")
 
-    def runs(self) -> Sequence[RunEntry]:
+    def runs(self) -> Sequence[Status]:
         """Returns the runs that have a status, from the oldest to the newest."""
         last = self._store.add("runs", 0)
         texts = self._texts([f"run/{number}" for number in range(max(1, last - _RUNS + 1), last + 1)])
-        runs = [RunEntry.from_json(text) for text in texts if text is not None]
+        runs = [Status.from_json(text) for text in texts if text is not None]
         return [run for run in runs if run is not None and any(self._texts(self._keys(run)))]
 
-    def statuses(self, run: RunEntry) -> dict[int, Status]:
+    def statuses(self, run: Status) -> dict[int, Status]:
         """Returns the statuses of a run by rank."""
-        statuses = [Status.from_json(text or "") for text in self._texts(self._keys(run))]
-        return {rank: status for rank, status in enumerate(statuses) if status is not None}
+        texts = enumerate(self._texts(self._keys(run)))
+        return {rank: status for rank, text in texts if (status := Status.from_json(text or "")) is not None}
 
-    def _keys(self, run: RunEntry) -> list[str]:
+    def _keys(self, run: Status) -> list[str]:
         return [f"status/{run.run}/{rank}" for rank in range(run.world_size)]
 
     def _texts(self, keys: Sequence[str]) -> Iterator[str | None]:

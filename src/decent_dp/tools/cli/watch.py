@@ -19,7 +19,7 @@ from decent_dp.tools.cli.screen import number, say, table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from decent_dp.logging.status import RunEntry, Status
+    from decent_dp.logging.status import Status
 
 __all__ = ["EXAMPLES", "View", "watch"]
 
@@ -43,9 +43,9 @@ On a machine of the run no address is needed. Elsewhere it is that of the run's 
 class Entries(Protocol):
     """A place where workers publish."""
 
-    def runs(self) -> Sequence[RunEntry]: ...
+    def runs(self) -> Sequence[Status]: ...
 
-    def statuses(self, run: RunEntry) -> dict[int, Status]: ...
+    def statuses(self, run: Status) -> dict[int, Status]: ...
 
 
 def watch(
@@ -95,14 +95,14 @@ class _Bounded:
                 f"no store answers at {address}. The run has ended, or this is not MASTER_ADDR:MASTER_PORT of its workers."
             ) from None
 
-    def runs(self) -> Sequence[RunEntry]:
+    def runs(self) -> Sequence[Status]:
         return self._calls.run(self._entries.runs, _ANSWER)
 
-    def statuses(self, run: RunEntry) -> dict[int, Status]:
+    def statuses(self, run: Status) -> dict[int, Status]:
         return self._calls.run(lambda: self._entries.statuses(run), _ANSWER)
 
 
-def _find(address: str | None) -> tuple[Entries, Sequence[RunEntry]]:
+def _find(address: str | None) -> tuple[Entries, Sequence[Status]]:
     from decent_dp.logging.status import FolderEntries, open_folder
 
     how = "Call decent_dp.logging.publish(replica) in the script, on every worker"
@@ -120,7 +120,7 @@ def _find(address: str | None) -> tuple[Entries, Sequence[RunEntry]]:
     return entries, runs
 
 
-def _choose(runs: Sequence[RunEntry], wanted: str | None) -> tuple[RunEntry, Sequence[RunEntry]]:
+def _choose(runs: Sequence[Status], wanted: str | None) -> tuple[Status, Sequence[Status]]:
     """The run to show, and the other ones."""
     found = [run for run in runs if wanted is None or run.run.startswith(wanted)]
     if not found:
@@ -128,7 +128,7 @@ def _choose(runs: Sequence[RunEntry], wanted: str | None) -> tuple[RunEntry, Seq
     return found[-1], [run for run in runs if run is not found[-1]]
 
 
-def _describe(run: RunEntry) -> str:
+def _describe(run: Status) -> str:
     return f"{run.run[:8]} ({_plain(run.name)}, {run.world_size} worker{'s' * (run.world_size > 1)})"
 
 
@@ -151,7 +151,7 @@ class View:
     """
 
     def __init__(
-        self, run: RunEntry, entries: Entries, others: Sequence[RunEntry] = (), clock: Callable[[], float] = time.monotonic
+        self, run: Status, entries: Entries, others: Sequence[Status] = (), clock: Callable[[], float] = time.monotonic
     ) -> None:
         from decent_dp.logging.status import BEAT, SILENT
 
