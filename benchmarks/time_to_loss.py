@@ -579,7 +579,7 @@ def report(kept: Kept, out: Path) -> None:
     if out == RESULTS:
         fill(ROOT / "README.md", "time-to-loss", headline(results))
         for mark, text in made.items():
-            fill(ROOT / "docs" / "network.md", mark, text)
+            fill(ROOT / "docs" / "lab" / "time-to-loss.md", mark, text)
 
 
 def main() -> None:

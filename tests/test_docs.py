@@ -539,7 +539,7 @@ def test_pages_show_the_committed_times_to_the_same_loss():
 
     results = json.loads((ROOT / "docs" / "results" / "time-to-loss.json").read_text(encoding="utf-8"))
     assert between(ROOT / "README.md", "time-to-loss") == time_to_loss.headline(results).strip()
-    page = ROOT / "docs" / "network.md"
+    page = ROOT / "docs" / "lab" / "time-to-loss.md"
     for mark, made in time_to_loss.tables(results).items():
         assert between(page, mark) == made.strip(), "run `python -m benchmarks.time_to_loss report`"
 
@@ -679,7 +679,7 @@ def test_the_page_shows_the_results_of_fast_links():
     assert [setup["setup"] for setup in result["setups"]] == fast.SETUPS
     assert (folder / "fast.md").read_text(encoding="utf-8") == fast.make_markdown(result)
     assert (folder / "fast.png").is_file()
-    page = ROOT / "docs" / "network.md"
+    page = ROOT / "docs" / "lab" / "fast.md"
     assert between(page, "passes") == fast.make_passes(result["passes"]).strip()
     assert between(page, "fast") == fast.make_table(result["setups"][0]["lines"]).strip()
 
