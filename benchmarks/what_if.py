@@ -71,12 +71,12 @@ def suspend_all(worker: Worker, seconds: float) -> None:
 
 def give_half_and_die(worker: Worker) -> None:
     """The first worker that is asked for its state dies after some chunks of it."""
-    chunk, transfer._CHUNKS = transfer.StateCopy.chunk, (1000, 1000)
+    chunk, transfer._CHUNK = transfer.StateCopy.chunk, 1000
 
-    def give(copy: transfer.StateCopy, begin: int, size: int) -> bytes:
+    def give(copy: transfer.StateCopy, begin: int) -> bytes:
         if begin > 3000 and worker.shared.add("donors", 1) == 1:
             die(worker)
-        return chunk(copy, begin, size)
+        return chunk(copy, begin)
 
     transfer.StateCopy.chunk = give  # type: ignore[assignment, method-assign]
 

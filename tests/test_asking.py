@@ -88,8 +88,8 @@ class Asked:
         """The members that were asked one after the other, and where each of them began."""
         return [next(asked) for _, asked in itertools.groupby(self.log, key=lambda entry: entry[0])]
 
-    def fetch(self, **options: Any) -> tuple[int, float]:
-        world = SimpleNamespace(timeout=60.0, rank=9)
+    def fetch(self, timeout: float = 60.0, **options: Any) -> tuple[int, float]:
+        world = SimpleNamespace(timeout=timeout, rank=9)
         replica: Any = SimpleNamespace(model=torch.nn.Linear(100, 1), world=world)
         made = receiver_module.Donor
 
@@ -119,7 +119,7 @@ def until(end: int, then: Answer) -> Answer:
 def short(monkeypatch):
     monkeypatch.setattr(receiver_module, "_AGAIN", 0.01)
     monkeypatch.setattr(receiver_module, "_STUCK", 0.2)
-    monkeypatch.setattr(transfer_module, "_CHUNKS", (CHUNK, CHUNK))
+    monkeypatch.setattr(transfer_module, "_CHUNK", CHUNK)
     monkeypatch.setattr(transfer_module, "_PAUSE", 0.01)
 
 
@@ -187,8 +187,7 @@ def test_the_parts_of_another_members_state_take_the_place_of_the_first_ones():
     assert asked.log.count((2, 0)) == 1
 
 
-def test_a_member_that_forgets_its_copies_is_not_asked_for_ever(monkeypatch):
-    monkeypatch.setattr(receiver_module, "_LONGEST", 1.0)
+def test_a_member_that_forgets_its_copies_is_not_asked_for_ever():
     asked = Asked(m1=[give])
 
     def forgets(copy: StateCopy, begin: int) -> Any:
@@ -201,12 +200,11 @@ def test_a_member_that_forgets_its_copies_is_not_asked_for_ever(monkeypatch):
     asked.scripts[1] = [forgets]
     began = time.monotonic()
     with pytest.raises(PeerLostError, match="no worker has given its state to worker 9"):
-        asked.fetch()
+        asked.fetch(timeout=1.0)
     assert 1 <= time.monotonic() - began < 8
 
 
 def test_a_transfer_that_makes_progress_may_take_longer_than_questions(monkeypatch):
-    monkeypatch.setattr(receiver_module, "_LONGEST", 0.5)
     monkeypatch.setattr(receiver_module, "_UNREACHED", 0.4)
 
     def slow(copy: StateCopy, begin: int) -> bytes:
@@ -215,12 +213,11 @@ def test_a_transfer_that_makes_progress_may_take_longer_than_questions(monkeypat
 
     began = time.monotonic()
     asked = Asked(m1=[until(200, die), die, lambda copy, begin: slow(copy, begin) if begin < 400 else GONE, die, slow])
-    assert asked.fetch() == (1, 1.0)
+    assert asked.fetch(timeout=0.5) == (1, 1.0)
     assert time.monotonic() - began > 0.6
 
 
 def test_members_whose_steps_are_long_are_waited_for(monkeypatch):
-    monkeypatch.setattr(receiver_module, "_LONGEST", 0.5)
     monkeypatch.setattr(receiver_module, "_UNREACHED", 0.4)
     asked = Asked(m1=[live, live, give])
     assert asked.fetch() == (1, 1.0)

@@ -93,8 +93,7 @@ def test_nothing_to_copy():
 
 def test_what_was_reserved_is_used():
     tensors = some()
-    memory = HostMemory()
-    memory.reserve(HostMemory.sizes(tensors))
+    memory = HostMemory.reserved(HostMemory.sizes(tensors))
     [(begin, end)] = [(block.data_ptr(), block.data_ptr() + block.nbytes) for block in memory._memory.values() if block.nbytes]
     places = spans(memory.copy(tensors).tensors)
     assert begin == places[0][0]

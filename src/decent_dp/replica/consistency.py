@@ -29,7 +29,6 @@ __all__ = [
     "error_of_worker",
     "gather_by_rank",
     "model_signature",
-    "tensor_sizes",
     "texts_of",
     "wait_for_all",
     "worker_counts",
@@ -226,11 +225,6 @@ def model_signature(model: nn.Module) -> list[list[Any]]:
             what = f"{trained}, {how}" if how else trained
             entries.append([kind, name, list(tensor.shape), str(tensor.dtype), list(stride), what])
     return entries
-
-
-def tensor_sizes(model: nn.Module) -> list[int]:
-    """Returns the bytes of each tensor of the model. What may come from outside is bounded by them."""
-    return [tensor.nbytes for tensor in (*model.parameters(), *model.buffers())]
 
 
 def compare(reference: Mapping[str, Any], own: Mapping[str, Any], rank: int) -> None:

@@ -56,11 +56,14 @@ class HostMemory:
         """The bytes that copies of ``tensors`` need: in page-locked memory (True), and in other."""
         return {pinned: _places(_of_kind(tensors, pinned))[1] for pinned in (False, True)}
 
-    def reserve(self, sizes: Mapping[bool, int]) -> None:
-        """Has the system provide memory of these ``sizes`` now; any thread may call it before the first ``copy``."""
+    @classmethod
+    def reserved(cls, sizes: Mapping[bool, int]) -> HostMemory:
+        """Has the system provide memory of these ``sizes`` now."""
+        made = cls()
         for pinned, size in sizes.items():
-            self._memory[pinned] = memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned and size > 0)
+            made._memory[pinned] = memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned and size > 0)
             memory.numpy()[::_PAGE] = 0  # NumPy lets other threads of Python run meanwhile
+        return made
 
     def copy(self, tensors: Mapping[str, Tensor]) -> Staged:
         """Copies ``tensors`` (dense, of any dtype, strides and device; they may overlap).

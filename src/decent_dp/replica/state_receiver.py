@@ -13,12 +13,11 @@ from typing import Any, TypeVar
 
 from decent_dp.errors import CheckpointError, PeerLostError
 from decent_dp.membership import Epoch, MembershipMonitor
-from decent_dp.replica.consistency import tensor_sizes
 from decent_dp.replica.replica import Listener, Replica
 from decent_dp.replica.shards import mesh_of
 from decent_dp.replica.snapshot import completed, put_back, replace_values
 from decent_dp.replica.state_server import StateServer
-from decent_dp.replica.transfer import Donor, NotYetError, PartialState, pull
+from decent_dp.replica.transfer import Donor, PartialState, pull
 from decent_dp.transport import NewcomerTransport, Transport, gather_in_mesh
 
 __all__ = ["serve_joiners"]
@@ -37,16 +36,10 @@ _HEAL_AGAIN = 1.0
 _STUCK = 5.0
 # Seconds between two rounds of questions.
 _AGAIN = 0.5
-# Seconds of all of them, beside those in which a state comes.
-_LONGEST = 300.0
 # Seconds of them in which nobody answers: this worker is without a network.
 _UNREACHED = 30.0
 # The entries of a snapshot that must be the same on all workers of a replica.
 _OF_REPLICA = ("round", "factor", "steps")
-# Bytes that any state may have.
-_LEAST = 2**26
-# And so many times the model's: LBFGS keeps 200 tensors for each parameter.
-_TIMES = 256
 
 
 def serve_joiners(replica: Replica) -> None:
@@ -229,7 +222,7 @@ def _fetch_state(
     replica: Replica, monitor: MembershipMonitor, members: Callable[[], dict[int, int]], *, once: bool = False, first: int = -1
 ) -> tuple[int, Any]:
     """Gets the state of a member, as ``_ask`` does: one copy."""
-    partial = PartialState(_LEAST + _TIMES * sum(tensor_sizes(replica.model)))
+    partial = PartialState()
 
     def get(donor: Donor, seconds: float) -> Any:
         return pull(donor, partial, seconds)
@@ -259,7 +252,8 @@ def _ask(
         get: asks a member. Called with it, and the seconds in which an answer must come.
         what: is asked for, in messages.
         patience: seconds after which the next one is asked, though this one gives signs of life; at first.
-        once: each member only once, and for ``_STUCK`` seconds in all.
+        once: each member only once, and for ``_STUCK`` seconds in all; else for the process group's timeout, beside the seconds
+            in which ``partial`` has come.
         partial: what has come of it.
         first: the rank of the member that is asked first, if it is one.
 
@@ -270,8 +264,8 @@ def _ask(
     source = first, members().get(first, 0) if first >= 0 else 0  # the member whose copy ``partial`` is
     reasons: dict[int, str] = {}
     began = reached = time.monotonic()
-    # And the seconds in which ``partial`` came. Others may wait in a call for a member that asks.
-    deadline = began + min(transport.timeout, _STUCK if once else _LONGEST)
+    # Others may wait in a call for a member that asks.
+    deadline = began + (min(transport.timeout, _STUCK) if once else transport.timeout)
     while (left := min(deadline + partial.seconds, reached + _UNREACHED) - time.monotonic()) > 0:
         others = list(members().items())
         for member in sorted(random.sample(others, len(others)), key=lambda member: member != source):
@@ -287,8 +281,6 @@ def _ask(
                 reasons[rank] = str(error)
                 if donor.answered:
                     reached = time.monotonic()
-                if isinstance(error, NotYetError) and not once:  # its step is long
-                    deadline = max(deadline, min(reached + _LONGEST, began + transport.timeout))
                 if partial.name != name:
                     source = member
         if once:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
-from concurrent import futures
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,7 +16,6 @@ from decent_dp.replica.replica import Listener, Replica
 from decent_dp.replica.snapshot import take
 from decent_dp.replica.transfer import StateCopy, pack_message, unpack_message
 from decent_dp.serialization import encode
-from decent_dp.transport.waiter import start_thread
 
 __all__ = ["StateServer"]
 
@@ -30,11 +27,6 @@ _MOST_COPIES = 2
 _FRESH = 60.0
 # How long a copy is kept for one that asks no more, in ``dead_after``: a joiner without a network gives up after 30 s.
 _KEPT = 3.0
-# Seconds, at the end, for memory that is being made.
-_LAST_WAIT = 5.0
-# Bytes of a state from which on the memory for its copy is made first, while training goes on: the system provides new memory
-# slower than it copies.
-_LARGE = 2**26
 # Seconds after which one that has wanted a seat, and asks no more, has ended.
 _ENDED = 3.0
 
@@ -69,12 +61,10 @@ class _Coming:
     Attributes:
         asked: when each that waits for it has asked last.
         memory: for it; None: nobody makes it yet.
-        size: bytes of it, once that is known.
     """
 
     asked: dict[Asker, float]
     memory: Future[HostMemory] | None = None
-    size: int = 0
 
     @property
     def is_making(self) -> bool:
@@ -96,6 +86,8 @@ class StateServer(Listener):
         self._copies: dict[str, _Kept] = {}
         self._seats: dict[Asker, tuple[Seats, float]] = {}
         self._lock = threading.Lock()
+        # Makes memory while training goes on: the system provides new memory slower than it copies.
+        self._maker = ThreadPoolExecutor(1, "decent_dp-memory")
         self._has_ended = False
 
     # -- in the training thread ---------------------------------------------------------------------------------------
@@ -120,7 +112,7 @@ class StateServer(Listener):
                     self._copies[kept.copy.name], self._coming = kept, None
 
     def _take(self, coming: _Coming) -> _Kept | None:
-        """None: the memory for it is made first, by a thread of its own."""
+        """None: the memory for it is made first."""
         if not self._replica.engine.exchanges and len(self._monitor.members) > 1:
             raise RuntimeError("this worker has not mixed yet")
         # What is in flight, and what edges have learned, is between this worker and others.
@@ -129,21 +121,15 @@ class StateServer(Listener):
         known = None if epochs is None else epochs.known
         text, tensors = encode({"first_bucket": bucket, "epoch": known, "snapshot": snapshot})
         if coming.memory is None:
-            sizes = HostMemory.sizes(tensors)
-            coming.memory, coming.size = Future(), sum(sizes.values())
-            make = functools.partial(_make_memory, sizes, coming.memory)
-            if coming.size < _LARGE or not start_thread(make, "decent_dp-memory", coming.memory.set_exception):
-                coming.memory.set_result(HostMemory())
-            else:
-                return None
+            coming.memory = self._maker.submit(HostMemory.reserved, HostMemory.sizes(tensors))
+            return None
         staged = coming.memory.result().copy(tensors)
         return _Kept(StateCopy(text, staged.tensors), staged, time.monotonic(), bucket, coming.asked)
 
     def closing(self) -> None:
         with self._lock:
-            coming, self._coming, self._copies, self._has_ended = self._coming, None, {}, True
-        if coming is not None and coming.memory is not None:  # a thread in torch must not come back while the process exits
-            futures.wait([coming.memory], _LAST_WAIT)
+            self._coming, self._copies, self._has_ended = None, {}, True
+        self._maker.shutdown()  # a thread in torch must not come back while the process exits
 
     # -- in the thread that answers -----------------------------------------------------------------------------------
 
@@ -152,13 +138,13 @@ class StateServer(Listener):
         try:
             head, _ = unpack_message(request)
             if head["want"] == "state":
-                return self._give_chunk((rank, incarnation), str(head["copy"]), head["from"], head.get("bytes", 0))
+                return self._give_chunk((rank, incarnation), str(head["copy"]), head["from"])
             return self._give_seat((rank, incarnation), head["for"])
         except (RuntimeError, LookupError, TypeError, ValueError, ConnectionError) as error:
             return pack_message({"refused": str(error)})
 
-    def _give_chunk(self, asker: Asker, name: str, begin: Any, count: Any) -> bytes:
-        """About ``count`` bytes from ``begin`` on of the copy ``name``; or the first ones of another copy."""
+    def _give_chunk(self, asker: Asker, name: str, begin: Any) -> bytes:
+        """The bytes from ``begin`` on of the copy ``name``; or the first ones of another copy."""
         now = time.monotonic()
         with self._lock:
             self._drop_old()
@@ -172,7 +158,7 @@ class StateServer(Listener):
                     raise RuntimeError("it waits for others")
                 self._coming = self._coming or _Coming({})
                 self._coming.asked[asker] = now
-                return pack_message({"wait": "it is in a step", "copies": self._coming.size})
+                return pack_message({"wait": "it is in a step", "copies": self._coming.memory is not None})
             kept.asked[asker] = now
         self._check(kept)
         size = kept.copy.size
@@ -180,13 +166,11 @@ class StateServer(Listener):
             begin = 0
         elif type(begin) is not int or not 0 <= begin <= size:
             raise ValueError(f"from must be an int from 0 to {size}, the bytes of the copy, got {begin!r}")
-        if type(count) is not int:
-            raise ValueError(f"bytes must be an int, got {count!r}")
         if begin == size:  # it has all of it
             with self._lock:
                 kept.asked.pop(asker, None)
                 self._drop_old()
-        return kept.copy.chunk(begin, count)
+        return kept.copy.chunk(begin)
 
     def _check(self, kept: _Kept) -> None:
         """Waits until the copy is on the CPU. Raises RuntimeError if it is not finite."""
@@ -256,9 +240,3 @@ class StateServer(Listener):
         counts = {"calls": replica.world.control.calls, "joins": replica.joins, "contexts": replica.cadence.contexts}
         answer = {"epoch": epoch.number, "text": epoch.text, "first_bucket": replica.engine.first_bucket}
         return pack_message(answer | counts)
-
-
-def _make_memory(sizes: dict[bool, int], future: Future[HostMemory]) -> None:
-    memory = HostMemory()
-    memory.reserve(sizes)
-    future.set_result(memory)
