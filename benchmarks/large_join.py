@@ -5,7 +5,7 @@ Three workers train with AdamW, int8 and mix_every=16, each on a node of its own
 steps. Then two nodes of two workers train a quarter as much, and a node of two joins: the state has to come once.
 
 *Ideal* is the state's bytes over the bandwidth of a link. Writes ``large-join.json`` and ``large-join.md`` into
-``benchmarks/results``; the table is that of ``docs/faults.md``.
+``benchmarks/results``; the table is that of ``docs/lab/faults.md``.
 """
 
 from __future__ import annotations

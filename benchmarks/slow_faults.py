@@ -7,7 +7,7 @@ little of the processor; cases such as ``5/100`` (Mbit/s, MB) as arguments: only
 notes four times a second whom it takes for silent or dead, and how long it has not heard from a peer to which it is connected.
 
 Until the new worker is a member each round has a pair for everyone, so an exchange that is left out then is counted by itself.
-Writes ``benchmarks/results/slow-faults.json`` and ``slow-faults.md``; the rows are those of ``docs/faults.md``.
+Writes ``benchmarks/results/slow-faults.json`` and ``slow-faults.md``; the rows are those of ``docs/lab/faults.md``.
 """
 
 from __future__ import annotations

@@ -267,11 +267,7 @@ SCENARIOS = {
     ),
     # New processes, and the store.
     "new process": Scenario(
-        {
-            "[a new process comes](#a-new-process-takes-the-place-of-a-dead-worker) in its place": (
-                "mixes {joined} after `join()`; longest step of the others {longest}"
-            )
-        },
+        {"a new process comes in its place": ("mixes {joined} after `join()`; longest step of the others {longest}")},
         (DIES,),
         extra=((0.5, come),),
         seconds=6.0,

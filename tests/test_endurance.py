@@ -54,7 +54,7 @@ def test_the_committed_run_keeps_its_promises():
     calm, stormy = result["without"], result["with"]
     table = endurance.RESULT.with_suffix(".md").read_text()
     assert endurance.table(result) == table
-    assert table in (Path(__file__).parents[1] / "docs" / "faults.md").read_text()
+    assert table in (Path(__file__).parents[1] / "docs" / "lab" / "faults.md").read_text()
     assert result["schedule"] == [asdict(fault) for fault in endurance.make_schedule(32, 1800, 125, result["seed"], 8)]
     assert (stormy["hangs"], stormy["errors"], stormy["means"]) == (0, [], 1)
     assert stormy["at_the_end"] == result["workers"]

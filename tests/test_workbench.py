@@ -35,7 +35,7 @@ def again(name: str, out: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
     ("page", "tables"),
     [
         ("topologies.md", ["docs/results/topologies.md", "docs/results/uneven-data.md", "benchmarks/results/3x2-100.md"]),
-        ("simulate.md", ["docs/results/holes.md", "docs/results/holes-learning.md"]),
+        ("lab/holes.md", ["docs/results/holes.md", "docs/results/holes-learning.md"]),
         (
             "lab/scaling.md",
             ["docs/results/step-times.md", "docs/results/nodes.md", "docs/results/workers.md", "benchmarks/results/plan.md"],
