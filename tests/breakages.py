@@ -342,9 +342,9 @@ BREAKAGES = [
     ),
     Breakage(
         "the weights of a pair are the other way round",
-        "topo/abstract.py",
-        "return 2 * self._replica_weights[other] /",
-        "return 2 * self._replica_weights[rank] /",
+        "topo/schedule.py",
+        "return 2 * weights[other] /",
+        "return 2 * weights[rank] /",
     ),
     Breakage(
         "a worker's own momentum takes what was mixed",

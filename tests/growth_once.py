@@ -11,6 +11,7 @@ from typing import Any
 
 from decent_dp.rules import Rule, growth, momentum
 from decent_dp.topo import Topology
+from decent_dp.topo.schedule import weights_of
 
 _found: dict[Any, bool] = {}
 # Workers that are threads ask at the same time.
@@ -18,7 +19,7 @@ _one_at_a_time = threading.Lock()
 
 
 def grows(rule: Rule, topology: Topology) -> bool:
-    key = (type(rule), repr(rule), type(topology), repr(topology.fingerprint()), topology._replica_weights)
+    key = (type(rule), repr(rule), type(topology), repr(topology.fingerprint()), weights_of(topology))
     with _one_at_a_time:
         if key not in _found:
             _found[key] = growth.grows(rule, topology)

@@ -256,14 +256,7 @@ def test_the_core_needs_torch_and_numpy_alone():
         assert torch_at_top == []
 
 
-# Users choose the names of their subclasses' attributes, so a topology's own are underscored.
-TOPOLOGYS = {"_checked", "_rank", "_edges_ahead", "_final_part", "_next_mix", "_spread", "_time"} | {
-    "_pull",
-    *("_h", "_inner", "_local_world_size", "_parts", "_title", "_world_size"),  # of the analysis
-    "_replica_weights",
-    "_share",
-    "_weighted",
-}
+TOPOLOGYS = {"_local_world_size", "_world_size"}  # documented for subclasses; the analysis reads them
 TORCHS = {"_values", "_version"}  # of a sparse tensor; of any tensor
 
 
@@ -297,7 +290,7 @@ def test_files_have_at_most_600_lines():
 
 # Lines of a room: at most today, and the goal. The first numbers only shrink.
 LINES = {
-    "topo": (1799, 1400),
+    "topo": (1795, 1400),
     "rules": (489, 600),
     "compression": (1953, 1800),
     "kernels": (1360, 0),  # theirs are compression's and optim's
@@ -352,7 +345,6 @@ LARGE: dict[str, tuple[int, int]] = {
     "replica/replica.py:Replica": (49, 34),
     "tools/sim/cluster.py:VirtualCluster": (19, 15),
     "tools/sim/experiment.py:Simulation": (1, 19),
-    "topo/abstract.py:Topology": (15, 7),
     "transport/collectives.py:Collectives": (7, 26),
     "transport/flow.py:Flow": (26, 16),
     "transport/interface.py:Transport": (24, 8),

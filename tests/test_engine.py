@@ -30,6 +30,7 @@ from decent_dp.errors import PeerLostError
 from decent_dp.replica.replica import Listener
 from decent_dp.rules import Gossip, OuterNesterov, Round, Rule
 from decent_dp.topo import CompleteTopology, Edge, EveryTopology, RingTopology, SwitchTopology, Topology, make_topology
+from decent_dp.topo.schedule import turn_of
 from decent_dp.transport import ExchangeId, InProcessTransport, PeerTable, run_replicas
 from tests.helpers import SGD, assert_same, loss, net, values
 
@@ -265,9 +266,9 @@ MIXES: dict[str, tuple[Topology, str]] = {
 @pytest.mark.parametrize("name", MIXES)
 def test_rounds_that_mix(name):
     topology, expected = MIXES[name]
-    assert "".join("x" if Topology.mixes(topology, t) else "-" for t in range(12)) == expected
+    assert "".join("x" if turn_of(topology, t).mixes else "-" for t in range(12)) == expected
     with pytest.raises(ValueError, match="round must be"):
-        Topology.mixes(topology, -1)
+        turn_of(topology, -1)
 
 
 # -- buckets, output and frames --------------------------------------------------------------------------------------------

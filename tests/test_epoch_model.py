@@ -25,6 +25,7 @@ from decent_dp.membership import Epoch, Epochs, EpochStore
 from decent_dp.membership import epochs as epochs_module
 from decent_dp.topo import make_topology
 from decent_dp.topo.epoch_topology import EpochTopology
+from decent_dp.topo.schedule import turn_of
 
 # Seconds of virtual time: of a step, about; until a member is missed; until one counts as dead; of the disturbances; the end.
 STEP, SETTLE, DEAD_AFTER, CALM, END = 0.1, 0.5, 3.0, 12.0, 90.0
@@ -380,9 +381,9 @@ class World:
     def note(self, worker: Worker) -> None:
         """This worker mixes in its round as its topology says."""
         assert worker.epochs.is_member, f"worker {worker.rank} knows that it was left out, and mixes"
-        _, at, members = worker.topology._at(worker.round)
-        plan = (worker.round - at, members)
-        assert worker.rank in members
+        turn = turn_of(worker.topology, worker.round)
+        plan = (worker.round - turn.round, turn.members)
+        assert worker.rank in (turn.members or ())
         newest = worker.epochs.newest
         worker.mixed = worker.round
         for number, epoch in self.line.items():

@@ -29,6 +29,7 @@ from decent_dp.membership import epochs as epochs_module
 from decent_dp.membership.epoch_store import Promise
 from decent_dp.topo import Edge, EveryTopology, Topology, make_topology
 from decent_dp.topo.epoch_topology import EpochTopology
+from decent_dp.topo.schedule import edges_of, meetings, spread, turn_of
 from decent_dp.transport import InProcessTransport, Replicas
 from decent_dp.transport.rendezvous import Rendezvous, _unbound, address_key
 from tests.helpers import assert_same, values
@@ -44,7 +45,7 @@ def ring_of(n: int) -> Topology:
 
 
 def edges(topology: Topology, t: int) -> set[tuple[int, ...]]:
-    return {tuple(sorted(edge.ranks)) for edge in topology._checked(t)}
+    return {tuple(sorted(edge.ranks)) for edge in edges_of(topology, t)}
 
 
 def test_rounds_are_those_of_the_members():
@@ -60,11 +61,11 @@ def test_rounds_are_those_of_the_members():
     for t in range(7, 20):
         seats = [0, 2, 3, 5]
         assert edges(topology, t) == {(1,), (4,)} | {
-            tuple(sorted(seats[seat] for seat in edge.ranks)) for edge in four._checked(t - 7)
+            tuple(sorted(seats[seat] for seat in edge.ranks)) for edge in four.round(t - 7)
         }
         np.testing.assert_array_equal(topology.mixing_matrix(t).sum(1), 1.0)
-    assert topology.meetings(7 + four.period, [0, 2]) == four.meetings(four.period, [0, 1])
-    assert topology.meetings(30, [0, 1]) == 0
+    assert meetings(topology, 7 + four.period, [0, 2]) == meetings(four, four.period, [0, 1])
+    assert meetings(topology, 30, [0, 1]) == 0
     assert topology.fingerprint() != plain.fingerprint()
     topology.change(15, range(6))
     assert edges(topology, 15) == edges(plain, 0)
@@ -74,9 +75,9 @@ def test_rounds_are_those_of_the_members():
 def test_after_a_load_rounds_are_those_of_the_newest_members():
     """Which older plans a worker still has depends on how far it was."""
     topologies = [EpochTopology(ring_of, world_size=4, rank=0) for _ in range(2)]
-    for topology, since in zip(topologies, (0, 300), strict=True):
+    for topology, now in zip(topologies, (0, 300), strict=True):
         topology.change(100, [0, 1, 3])
-        topology.change(200, [0, 1, 2, 3], since=since)
+        topology.change(200, [0, 1, 2, 3], now=now)
         topology.restart()
     assert [edges(topologies[0], t) for t in range(9)] == [edges(topologies[1], t) for t in range(9)]
     assert [edges(topologies[0], t) for t in range(9)] == [edges(ring_of(4), t) for t in range(9)]
@@ -85,16 +86,17 @@ def test_after_a_load_rounds_are_those_of_the_newest_members():
 def test_what_is_made_from_it_changes_with_it():
     topology = EpochTopology(ring_of, world_size=4, rank=0)
     every = Topology.every(topology, 3)
-    part = every._spread(10, 20, 30)
+    part = spread(every, 10, 20, 30)
     plain = Topology.every(ring_of(4), 3)
     assert every.fingerprint() == plain.fingerprint()
-    own = plain._spread(10, 20, 30)
+    own = spread(plain, 10, 20, 30)
     assert isinstance(own, EveryTopology)
-    assert [part.mixes(t) for t in range(12)] == [own.mixes(t) for t in range(12)]
-    assert [part._time(t) for t in range(12)] == [own._time(t) for t in range(12)]
+    for t in range(12):
+        turn, same = turn_of(part, t), turn_of(own, t)
+        assert (turn.mixes, turn.updates) == (same.mixes, same.updates)
     topology.change(12, [0, 1, 3])
-    three = Topology.every(ring_of(3), 3)._spread(10, 20, 30)
-    assert [part.mixes(t) for t in range(12, 24)] == [three.mixes(t) for t in range(12)]
+    three = spread(Topology.every(ring_of(3), 3), 10, 20, 30)
+    assert [turn_of(part, t).mixes for t in range(12, 24)] == [turn_of(three, t).mixes for t in range(12)]
     assert part.get_edge(20) == Edge([2], 1.0) or 2 not in part.get_edge(20).ranks
 
 

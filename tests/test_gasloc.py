@@ -17,6 +17,7 @@ from decent_dp.rules import GASLoC, Gossip, OuterNesterov
 from decent_dp.rules.growth import grows
 from decent_dp.tools.sim import VirtualCluster
 from decent_dp.topo import make_topology
+from decent_dp.topo.schedule import stages_of
 from decent_dp.transport import run_replicas
 from tests.helpers import some_in_the_fast_tests
 from tests.test_law import Linear, SgdTwin, data, gradient, matrix
@@ -154,7 +155,7 @@ def test_momentum_that_drives_replicas_apart_is_refused(rule, topology, n, works
 
 
 def diverges(rule: Any, topology: str, n: int) -> bool:
-    last = make_topology(topology, local_world_size=1, world_size=n, rank=0)._final_part()[0]
+    last = stages_of(make_topology(topology, local_world_size=1, world_size=n, rank=0))[-1].topology
     if last.period is None:
         return distance(rule, topology, n) > 1000
     one, period = np.eye(n), np.eye(2 * n)

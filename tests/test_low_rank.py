@@ -23,6 +23,7 @@ from decent_dp.engine.layout import TensorSpec
 from decent_dp.errors import DisagreementError
 from decent_dp.tools.sim import VirtualCluster
 from decent_dp.topo import Edge, Topology, make_topology
+from decent_dp.topo.schedule import largest_group, meetings
 from decent_dp.transport import InProcessTransport, run_replicas
 from tests.helpers import some_in_the_fast_tests
 from tests.resuming import MANY, Job, assert_equal, go_on, run_through
@@ -450,7 +451,7 @@ def test_sides_alternate_in_the_meetings_of_each_edge(name, n, h):
         for edge in topology.round(t):
             if len(edge.ranks) > 1:
                 ranks = tuple(sorted(edge.ranks))
-                assert topology.meetings(t, edge.ranks) == seen[ranks]
+                assert meetings(topology, t, edge.ranks) == seen[ranks]
                 seen[ranks] += 1
 
 
@@ -491,9 +492,9 @@ def test_meetings_and_groups_of_topologies():
     base = make_topology("base-2", local_world_size=1, world_size=8, rank=0)
     switch = make_topology("ring:5,base-2", local_world_size=1, world_size=8, rank=0)
     matching = make_topology("random-matching", local_world_size=1, world_size=8, rank=0)
-    assert [matching.meetings(t, [0, 1]) for t in (0, 1, 7)] == [0, 1, 7]
-    assert (base.largest_group(), switch.largest_group(), matching.largest_group()) == (2, 2, 2)
-    assert make_topology("ring:5,complete", local_world_size=1, world_size=8, rank=0).every(3).largest_group() == 8
+    assert [meetings(matching, t, [0, 1]) for t in (0, 1, 7)] == [0, 1, 7]
+    assert tuple(map(largest_group, (base, switch, matching))) == (2, 2, 2)
+    assert largest_group(make_topology("ring:5,complete", local_world_size=1, world_size=8, rank=0).every(3)) == 8
 
 
 def test_tracked_momenta_beside_projections_are_sent_as_int8():

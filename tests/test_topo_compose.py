@@ -24,6 +24,8 @@ from decent_dp.topo import (
     TopologyReg,
     make_topology,
 )
+from decent_dp.topo.abstract import Stage
+from decent_dp.topo.schedule import edges_ahead, stages_of
 
 
 def made(text: Any, n: int = 4, rank: int = 0, local: int = 1) -> Topology:
@@ -158,22 +160,22 @@ def test_a_part_that_would_never_mix_is_refused():
 
 def test_invariants_of_compositions():
     ring, base = RingTopology(world_size=6), BaseTwoTopology(world_size=6)
-    assert ring._final_part() == (ring, 1)
-    assert ring.every(3)._final_part() == (ring, 3)
+    assert stages_of(ring)[-1] == Stage(ring, 1)
+    assert stages_of(ring.every(3))[-1] == Stage(ring, 3)
     switch = SwitchTopology((base, 50), ring)
-    assert switch._final_part() == (ring, 1)
-    assert switch.every(4)._final_part() == (ring, 4)
-    assert EveryTopology(switch.every(4), 3)._final_part() == (ring, 12)
-    assert SwitchTopology((ring, 3), switch)._final_part() == (ring, 1)
+    assert stages_of(switch)[-1] == Stage(ring, 1)
+    assert stages_of(switch.every(4))[-1] == Stage(ring, 4)
+    assert stages_of(EveryTopology(switch.every(4), 3))[-1] == Stage(ring, 12)
+    assert stages_of(SwitchTopology((ring, 3), switch))[-1] == Stage(ring, 1)
 
 
 def test_edges_ahead_are_those_that_will_be_used():
     ring, exp = RingTopology(world_size=8, rank=5), OnePeerExpTopology(world_size=8, rank=5)
-    assert ring._edges_ahead(64) == [ring.get_edge(0), ring.get_edge(1)]
-    assert exp._edges_ahead(2) == [exp.get_edge(0), exp.get_edge(1)]
-    assert exp.every(100)._edges_ahead(64) == exp._edges_ahead(64)
-    assert SwitchTopology((ring, 1000), exp).every(3)._edges_ahead(64) == ring._edges_ahead(64) + exp._edges_ahead(64)
-    assert RandomMatchingTopology(world_size=8)._edges_ahead(64) == []
+    assert edges_ahead(ring, 64) == [ring.get_edge(0), ring.get_edge(1)]
+    assert edges_ahead(exp, 2) == [exp.get_edge(0), exp.get_edge(1)]
+    assert edges_ahead(exp.every(100), 64) == edges_ahead(exp, 64)
+    assert edges_ahead(SwitchTopology((ring, 1000), exp).every(3), 64) == edges_ahead(ring, 64) + edges_ahead(exp, 64)
+    assert edges_ahead(RandomMatchingTopology(world_size=8), 64) == []
 
 
 def test_switch_prints():

@@ -30,6 +30,7 @@ from decent_dp.tools.planner import (
 from decent_dp.tools.planner.prediction import make_timing
 from decent_dp.tools.planner.traffic import buckets_of, collective, make_rounds
 from decent_dp.topo import Edge, SwitchTopology, Topology, make_topology
+from decent_dp.topo.schedule import title_of
 from decent_dp.transport.groups import find_place
 from decent_dp.transport.process_group import ProcessGroupTransport
 from tests.tools.test_planner import coding
@@ -253,7 +254,7 @@ def test_a_composition_mixes_as_its_last_part() -> None:
     assert mixing["ring:500,one-peer-exp"] == pytest.approx(0, abs=1e-9)
     assert mixing["RingTopology, every 4 updates"] == pytest.approx(ring**0.25)
     random = analyse(topology("random-matching", 16)).rate
-    assert mixing[f"{given[3].title()}"] is None  # type: ignore[union-attr]  # exact at some time, by chance
+    assert mixing[title_of(given[3])] is None  # type: ignore[union-attr]  # exact at some time, by chance
     many = plan(cluster(16), job(), [Choice("decent_dp", topology("random-matching", 16).every(20))])
     assert many[0].mixing == pytest.approx(random ** (1 / 20))
     assert predict(cluster(8), job(), Choice("ddp")).mixing == 0

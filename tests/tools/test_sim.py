@@ -442,9 +442,13 @@ REFUSED = [
     (
         {"topology": Uneven(1, world_size=6, rank=0)},
         ValueError,
-        "Uneven given was made for 6 workers, as rank 0, but n is 4: make it with world_size=4, rank=0",
+        "Uneven, was built for world_size=6, rank=0, but is used with world_size=4, rank=0: make it with these",
     ),
-    ({"topology": Uneven(1, world_size=6, rank=2), "n": 6}, ValueError, "for 6 workers, as rank 2, but n is 6"),
+    (
+        {"topology": Uneven(1, world_size=6, rank=2), "n": 6},
+        ValueError,
+        "world_size=6, rank=2, but is used with world_size=6, rank=0",
+    ),
     ({"loss_fn": 3}, TypeError, "loss_fn must be a function"),
     ({"model": 3}, TypeError, "model must be a torch.nn.Module, got int"),
     ({"model": frozen()}, ValueError, "no trainable parameters"),

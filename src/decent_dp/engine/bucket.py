@@ -14,7 +14,7 @@ from decent_dp.compression import Compression, FlatTensor, part_of
 from decent_dp.engine.layout import FlatBuffer
 from decent_dp.rules import Gossip, Round, Rule
 from decent_dp.rules.rule import apply_rule, group_scale, mixing_rate
-from decent_dp.topo import Edge, Topology
+from decent_dp.topo import Edge, Topology, schedule
 from decent_dp.transport import Handle
 
 __all__ = ["Bucket", "Edit", "InFlight"]
@@ -48,8 +48,8 @@ class InFlight:
     def due(self, topology: Topology, round_: int) -> bool:
         """Whether it ends in round ``round_`` of its bucket's topology."""
         # The next exchange ends it, too, if the topology changes to one with shorter turns.
-        over = round_ - self.round.number >= topology._time(self.round.number)
-        return over or Topology.mixes(topology, round_)
+        over = round_ - self.round.number >= schedule.turn_of(topology, self.round.number).updates
+        return over or schedule.turn_of(topology, round_).mixes
 
 
 class Bucket:

@@ -22,7 +22,7 @@ from decent_dp.engine.layout import FlatBuffer, TensorSpec, plan_turns
 from decent_dp.engine.outcome import ARRIVED, SAT_OUT, NonFinite, Outcome
 from decent_dp.errors import PeerError
 from decent_dp.rules import Gossip, MomentumTracking, Round, Rule
-from decent_dp.topo import Edge, Topology
+from decent_dp.topo import Edge, Topology, schedule
 from decent_dp.transport import ExchangeId, ExchangeRequest, PeerTable, Transport, Verdict
 
 __all__ = ["Engine", "fit_rule"]
@@ -222,7 +222,7 @@ class Engine:
             edit: what ``finish`` will be called with.
         """
         self.started = self.round
-        if not Topology.mixes(bucket.topology, self.round):
+        if not schedule.turn_of(bucket.topology, self.round).mixes:
             return
         assert bucket.in_flight is None, "an exchange is started when the one before is finished"
         bucket.stale.clear()
@@ -238,15 +238,15 @@ class Engine:
         moves = edit is not None and bucket.compression.needs_hints
         near = [value.clone() for value in proposal] if moves else proposal
         handle = None
-        if bucket.compression.pairs_only or bucket.topology._replica_weights is not None:
+        if bucket.compression.pairs_only or schedule.weights_of(bucket.topology) is not None:
             self._refuse_groups(bucket, round_.number)
         if len(edge.ranks) > 1:
-            meeting = Topology.meetings(bucket.topology, round_.number, edge.ranks)
+            meeting = schedule.meetings(bucket.topology, round_.number, edge.ranks)
             bucket.compression.begin(tuple(sorted(edge.ranks)), self._transport.rank, meeting)
             request = ExchangeRequest(bucket.compression, proposal, *bucket.messages, hint, self._transport.rank, exchange_id)
             handle = self._transport.start(edge, request)
             self.bytes_sent += handle.bytes_sent
-        bucket.in_flight = InFlight(round_, edge, handle, near, bucket.topology._pull(edge, self._transport.rank))
+        bucket.in_flight = InFlight(round_, edge, handle, near, schedule.pull_of(bucket.topology, edge, self._transport.rank))
 
     def go_to(self, target: int) -> None:
         """Leaves out all rounds before ``target``: the others have gone on without this worker, which was silent or too late.
@@ -257,7 +257,7 @@ class Engine:
         first, before = max(self.round, target - _MOST_MISSED), self.holes
         for round_ in range(first, target):
             for bucket in self.buckets:
-                if Topology.mixes(bucket.topology, round_):
+                if schedule.turn_of(bucket.topology, round_).mixes:
                     edge = bucket.topology.get_edge(round_)
                     for other in set(edge.ranks) - {self._transport.rank}:
                         self.holes += 1
@@ -281,11 +281,11 @@ class Engine:
         while newest > round_:
             passed = round_
             for bucket in self.buckets:
-                if Topology.mixes(bucket.topology, round_):
+                if schedule.turn_of(bucket.topology, round_).mixes:
                     others = [rank for rank in bucket.topology.get_edge(round_).ranks if rank != self._transport.rank]
                     theirs = max(map(peers.round_of, others), default=-1)
                     # As long as the exchange has time to arrive, the other worker can be ahead; later it waits for this one.
-                    if theirs > round_ + bucket.topology._time(round_):
+                    if theirs > round_ + schedule.turn_of(bucket.topology, round_).updates:
                         passed = max(passed, theirs)
                     elif peers.has_dropped(others, ExchangeId(round_, bucket.number)):
                         passed = max(passed, round_ + 1)
@@ -341,7 +341,7 @@ class Engine:
 
     def _refuse_groups(self, bucket: Bucket, round_: int) -> None:
         """Of a topology without a period not all rounds were seen at construction. All workers raise the same."""
-        largest = max((edge.ranks for edge in bucket.topology._checked(round_)), key=len)
+        largest = max((edge.ranks for edge in schedule.edges_of(bucket.topology, round_)), key=len)
         if len(largest) > 2:
             what = f"compression={bucket.compression.name!r}" if bucket.compression.pairs_only else "weight"
             raise ValueError(
@@ -392,7 +392,7 @@ def fit_rule(rule: Rule, compression: type[Compression], topology: Topology, *, 
     Raises:
         ValueError: the compression or the rule does not work with the topology.
     """
-    if compression.pairs_only and (largest := Topology.largest_group(topology)) > 2:
+    if compression.pairs_only and (largest := schedule.largest_group(topology)) > 2:
         raise ValueError(
             f"compression={compression.name!r} needs a topology of pairs, because only two workers can find a low-rank part of "
             f"their difference, and {topology!r} mixes groups of {largest}: use 'base-2', 'one-peer-exp', 'ring' or "

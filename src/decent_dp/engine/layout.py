@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decent_dp._sizes import choose_sizes
-from decent_dp.topo import Topology
+from decent_dp.topo import Topology, schedule
 
 __all__ = ["BucketPlan", "FlatBuffer", "Slot", "TensorSpec", "dense_stride", "plan_buckets", "plan_turns"]
 
@@ -136,7 +136,7 @@ def plan_turns(
     if sorted(order) != list(range(len(specs))):
         raise ValueError(f"order must be a permutation of 0..{len(specs) - 1}, got {list(order)!r}")
     sizes = [(spec.numel if spec.whole is None else spec.whole) * spec.dtype.itemsize for spec in specs]
-    total, h = max(1, sum(sizes)), topology._final_part()[1]
+    total, h = max(1, sum(sizes)), schedule.stages_of(topology)[-1].updates
     if h == 1:
         first, limit = choose_sizes(sum(spec.numel * spec.dtype.itemsize for spec in specs), limit_bytes)
         return [(plan, topology) for plan in plan_buckets(specs, order, limit, first)]
@@ -149,7 +149,7 @@ def plan_turns(
     position = {index: place for place, index in enumerate(order)}
     planned = []
     for start, members in slots.values():
-        own = topology._spread(start, start + sum(sizes[index] for index in members), total)
+        own = schedule.spread(topology, start, start + sum(sizes[index] for index in members), total)
         planned += [(plan, own) for plan in plan_buckets(specs, [i for i in order if i in members], limit_bytes)]
     return sorted(planned, key=lambda turn: max(position[slot.index] for slot in turn[0].slots))
 

@@ -163,7 +163,7 @@ class Epochs:
         """This process, which has joined, is a member from this epoch on."""
         with self._lock:
             self._known = self.newest = self._own = epoch
-        self._topology.change(epoch.start, self.replicas.whole(epoch.members), since=epoch.start)
+        self._topology.change(epoch.start, self.replicas.whole(epoch.members))
         self._neighbours.enter_epoch(epoch.number)
 
     def knows(self, round_: int) -> bool:
@@ -232,7 +232,7 @@ class Epochs:
             if not self._new or self._new[0].number > self.limit:
                 return None
             self.newest = epoch = self._new.pop(0)
-        self._topology.change(epoch.start, self.replicas.whole(epoch.members), since=round_ - 2 * self._topology.longest_turn())
+        self._topology.change(epoch.start, self.replicas.whole(epoch.members), now=round_)
         return epoch
 
     def _begin_to_mix(self) -> None:

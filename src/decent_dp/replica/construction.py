@@ -28,8 +28,7 @@ from decent_dp.replica.shards import assign_replicas, is_sharded, local
 from decent_dp.replica.shares import Shares
 from decent_dp.rules import Rule
 from decent_dp.rules.rule import rule_settings
-from decent_dp.topo import Edge, Topology, TopologyReg, make_topology
-from decent_dp.topo.abstract import check_pairs
+from decent_dp.topo import Edge, Topology, TopologyReg, make_topology, schedule
 from decent_dp.topo.epoch_topology import EpochTopology
 from decent_dp.topo.registry import why_unfit
 from decent_dp.transport import NewcomerTransport, Replicas, Transport
@@ -177,7 +176,7 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         part = control_of_part(transport.control, replicas, transport.rank)
         broadcast_(part, list(map(local, filter(is_sharded, tensors))))
         broadcast_(transport.control, [tensor for tensor in tensors if not is_sharded(tensor)])
-        peers.prepare(agreed.topology._edges_ahead(_PREPARED_ROUNDS))
+        peers.prepare(schedule.edges_ahead(agreed.topology, _PREPARED_ROUNDS))
         if replicas.shards > 1:
             transport.prepare([Edge(list(replicas.workers_of(peers.rank)), 1.0)])  # they look at each other
         # This gather comes last, so that a worker that exits right away is still there for all collectives before it.
@@ -218,7 +217,7 @@ def _tolerant(made: Topology, given: Arguments, local_world_size: int, rank: int
         ValueError: faults cannot be tolerated with it or with the rule, or the rule does not work with as many replicas as
             one or two deaths leave, or may come.
     """
-    check_pairs(made, "faults=Tolerate(...)")
+    schedule.check_pairs(made, "faults=Tolerate(...)")
     n, most = made.world_size, most_workers(given.faults) // shards
     if not isinstance(given.topology, str) or given.topology not in TopologyReg.registry:
         if most > n:
@@ -247,7 +246,7 @@ def _for_members(name: str, local_world_size: int, count: int) -> Topology:
     local_world_size = min(local_world_size, count)
     if why_unfit(name, count, local_world_size) is None:
         made = make_topology(name, local_world_size=local_world_size, world_size=count, rank=0)
-        if Topology.largest_group(made) <= 2:
+        if schedule.largest_group(made) <= 2:
             return made
     return make_topology("base-2", local_world_size=local_world_size, world_size=count, rank=0)
 
@@ -347,7 +346,7 @@ def _weighted(
         raise ValueError("weight does not go with max_workers of faults: those of workers to come are not known.")
     shares = [weight / sum(weights) for weight in weights]
     of_replicas = [sum(shares[other] for other in ranks) for ranks in replicas.workers]
-    return topology._weighted(of_replicas), (of_replicas[replicas.place_of(rank)[0]], shares[rank])
+    return schedule.weigh(topology, of_replicas), (of_replicas[replicas.place_of(rank)[0]], shares[rank])
 
 
 def workers_per_node(name: str, given: Any) -> int:

@@ -39,6 +39,7 @@ from decent_dp.replica.shares import describe_replica
 from decent_dp.replica.shutdown import passing_error, shut_down
 from decent_dp.replica.stats import Stats
 from decent_dp.replica.uneven import finish_together
+from decent_dp.topo import schedule
 from decent_dp.transport import Control, NewcomerTransport, Transport
 
 __all__ = ["Listener", "Replica", "Stats"]
@@ -196,7 +197,7 @@ class Replica(HookedModel):
 
     def tell_optimizers(self, members: Sequence[int]) -> None:
         """Tells optimizers which replicas take part."""
-        tell_replicas(self.optimizers, len(members), self.topology._share(self.peers.rank, members))
+        tell_replicas(self.optimizers, len(members), schedule.share_of(self.topology, self.peers.rank, members))
         self.engine.mark_stale(self.momenta.forget())  # what is in flight is of the members before
 
     def rebind(self) -> None:

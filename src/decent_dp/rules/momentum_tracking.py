@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from decent_dp.rules.rule import Round, Rule
-from decent_dp.topo import Topology
+from decent_dp.topo import Topology, schedule
 
 __all__ = ["MomentumTracking"]
 
@@ -57,7 +57,7 @@ class MomentumTracking(Rule):
 
     def fit(self, topology: Topology, *, lossy: bool, partial: bool) -> MomentumTracking:
         # Between two mixes with mix_every are several steps, which say little of those to come.
-        return dataclasses.replace(self, ahead=0) if Topology.longest_turn(topology) > 1 else self
+        return dataclasses.replace(self, ahead=0) if schedule.longest_turn(topology) > 1 else self
 
     def state(self, values: Tensor) -> dict[str, Tensor]:
         return {"before": values.clone(), "proposal": values.clone()} if self.ahead else {}

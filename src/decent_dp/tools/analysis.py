@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from decent_dp._checks import check_integer, check_number
 from decent_dp.topo.abstract import Topology
-from decent_dp.topo.compose import EveryTopology, SwitchTopology
 from decent_dp.topo.edges import Edge
 from decent_dp.topo.holes import without
+from decent_dp.topo.schedule import edges_of, longest_turn, title_of
 
 __all__ = ["MOST_WORKERS", "Analysis", "analyse", "consensus_error", "is_doubly_stochastic", "mixing_matrix", "without"]
 
@@ -129,8 +129,8 @@ class RoundArrays:
 def all_rounds(topology: Topology) -> Iterator[RoundArrays]:
     """The rounds, one after another, without end. The arrays of a period are made once."""
     if _has_no_period(topology):
-        return (RoundArrays.of(topology._checked(t)) for t in count())
-    return cycle(RoundArrays.of(topology._checked(t)) for t in range(topology.period or 0))
+        return (RoundArrays.of(edges_of(topology, t)) for t in count())
+    return cycle(RoundArrays.of(edges_of(topology, t)) for t in range(topology.period or 0))
 
 
 def _has_no_period(topology: Topology) -> bool:
@@ -149,7 +149,7 @@ def mixing_matrix(topology: Topology, t: int | None = None) -> Array:
     if t is not None:
         return topology.mixing_matrix(t)
     if topology.period is None:
-        raise ValueError(f"{topology._title()} has no period: pass t=, the round")
+        raise ValueError(f"{title_of(topology)} has no period: pass t=, the round")
     product: Array = np.eye(topology._world_size)
     for round_ in islice(all_rounds(topology), topology.period):
         round_.mix(product)
@@ -248,13 +248,6 @@ def _decay(errors: Sequence[float]) -> float:
     return float(errors[last] ** (1 / last)) if last else 1.0
 
 
-def _updates_per_mix(topology: Topology) -> int:
-    """The most updates from one mix to the next of all parts."""
-    if type(topology) is EveryTopology:
-        return topology._h * _updates_per_mix(topology._inner)
-    return max(map(_updates_per_mix, topology._parts)) if type(topology) is SwitchTopology else 1
-
-
 # -- cost ------------------------------------------------------------------------------------------------------------------
 
 
@@ -330,12 +323,12 @@ def analyse(topology: Topology, *, payload: float = 1.0, epsilon: float = 1e-3, 
     limit = check_integer("limit", limit, 1)
     if n > MOST_WORKERS:
         raise ValueError(
-            f"{topology._title()} has {n} workers: analyse takes at most {MOST_WORKERS}, as its matrices are dense"
+            f"{title_of(topology)} has {n} workers: analyse takes at most {MOST_WORKERS}, as its matrices are dense"
         )
     gap: float | None = None
     exact = False
     if period is None or _has_no_period(topology):
-        looked_at = _ROUNDS * _updates_per_mix(topology)
+        looked_at = _ROUNDS * longest_turn(topology)
         cost = _cost(list(islice(all_rounds(topology), looked_at)), n, local)
         rate = _decay(list(_errors(n, all_rounds(topology), looked_at)))
         errors = enumerate(_errors(n, all_rounds(topology), limit))
@@ -350,6 +343,6 @@ def analyse(topology: Topology, *, payload: float = 1.0, epsilon: float = 1e-3, 
         exact = float(np.linalg.norm(rest)) <= _ROUNDING * math.sqrt(n)
         gap, rate = (1.0, 0.0) if exact else _gap_and_rate(rest, period)
         reached = _rounds_to(epsilon, rest, rounds, limit)
-    found = Analysis(topology._title(), n, local, period, exact, gap, rate, reached, epsilon, **cost)
+    found = Analysis(title_of(topology), n, local, period, exact, gap, rate, reached, epsilon, **cost)
     sizes = {name: payload * getattr(found, name) for name in ("sent_by_worker", "sent_by_node", "fan_in")}
     return replace(found, **sizes)

@@ -6,14 +6,14 @@ matrix of a round is block diagonal, symmetric and doubly stochastic, so mixing 
 
 from __future__ import annotations
 
-import copy
 import hashlib
+import itertools
 import sys
 from abc import ABCMeta
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
@@ -24,15 +24,10 @@ from decent_dp._checks import check_integer
 
 from .edges import _KEPT_ROUNDS, Edge, PairRounds, _checked_round, _words
 
-__all__ = ["Edge", "Topology", "check_pairs", "listing", "worker_scope"]
+__all__ = ["Edge", "Stage", "Topology", "Turn", "worker_scope"]
 
 FINGERPRINT_ROUNDS = 64
 _SHOWN_ROUNDS = 16
-# Rounds of a topology without a period that are looked at for a property of all.
-_SEEN_ROUNDS = 256
-
-# True while topologies are constructed to find out which ones fit: their errors do not list what fits, without end.
-listing: ContextVar[bool] = ContextVar("decent_dp_listing", default=False)
 
 _scope: ContextVar[tuple[int, int] | None] = ContextVar("decent_dp_worker", default=None)
 
@@ -60,14 +55,32 @@ def _current_worker() -> tuple[int, int] | None:
     return scoped
 
 
-def _fitting(world_size: int, local_world_size: int) -> str:
-    """The end of the message that refuses a topology: the names of those that fit."""
-    if listing.get():
-        return ""
-    from decent_dp import topo  # at call time, because the registry imports this module
+@dataclass(frozen=True)
+class Turn:
+    """What a topology does in one update.
 
-    names = ", ".join(map(repr, topo.registry.names_that_fit(world_size, local_world_size))) or "none"
-    return f"; registered topologies that fit world_size={world_size} with local_world_size={local_world_size}: {names}"
+    Attributes:
+        topology: the one in use, which is not made of others.
+        round: its round; that of the next mix if there is none in this update.
+        mixes: False in the updates between two mixes of ``every(h)``.
+        updates: how many an exchange that starts now has to arrive.
+        members: the workers that are its ranks 0, 1, …; all others are idle. None: all.
+    """
+
+    topology: Topology
+    round: int
+    mixes: bool = True
+    updates: int = 1
+    members: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One of the topologies that a topology goes through, with the updates from one of its mixes to the next."""
+
+    topology: Topology
+    updates: int = 1
+    members: tuple[int, ...] | None = None
 
 
 class TopologyMeta(ABCMeta):
@@ -122,7 +135,7 @@ class Topology(metaclass=TopologyMeta):
         self._recent_rounds: dict[int, list[Edge]] = {}  # of a topology without a period
         reason = type(self).unfit(self._world_size, self._local_world_size)
         if reason is not None:
-            raise ValueError(f"{name} {reason}{_fitting(self._world_size, self._local_world_size)}")
+            raise ValueError(f"{name} {reason}; 'base-2' and 'ring' fit any number")
 
     @classmethod
     def unfit(cls, world_size: int, local_world_size: int) -> str | None:
@@ -161,39 +174,16 @@ class Topology(metaclass=TopologyMeta):
             TypeError, ValueError: ``h`` is not an integer of at least 1.
         """
         h = check_integer("every: h", h, 1)
-        return self if h == 1 else self._every(h)
+        if h == 1:
+            return self
+        made = self._every(h)
+        made._replica_weights = self._replica_weights
+        return made
 
     def _every(self, h: int) -> Topology:
         from . import EveryTopology  # it builds on this class
 
         return EveryTopology(self, h)
-
-    def _weighted(self, weights: Sequence[float]) -> Topology:
-        """This topology for replicas of these weights a: mixing keeps their weighted mean Σ a x / Σ a.
-
-        Raises:
-            ValueError: an edge has more than two workers.
-        """
-        check_pairs(self, "weight", "as the messages of a larger group become a plain mean on their way")
-        made = copy.copy(self)
-        made._replica_weights = tuple(weights)
-        return made
-
-    def _pull(self, edge: Edge, rank: int) -> float:
-        """The factor of what ``rank`` takes on a pair because of the weights, 2 a_j/(a_i + a_j); 1 if they are equal.
-
-        So an edge of weight 1/2 makes both ends (a_i x_i + a_j x_j)/(a_i + a_j). Any edge reduces their difference as far as
-        one of equal weights, and keeps a_i x_i + a_j x_j, as a_i times the factor is the same at both ends.
-        """
-        if self._replica_weights is None or len(edge.ranks) == 1:
-            return 1.0
-        (other,) = set(edge.ranks) - {rank}
-        return 2 * self._replica_weights[other] / (self._replica_weights[rank] + self._replica_weights[other])
-
-    def _share(self, rank: int, members: Iterable[int]) -> float | None:
-        """The share of ``rank`` in the weight of ``members``; None for equal weights."""
-        weights = self._replica_weights
-        return None if weights is None else weights[rank] / sum(weights[member] for member in members)
 
     @staticmethod
     def from_graph(
@@ -209,6 +199,24 @@ class Topology(metaclass=TopologyMeta):
 
         made = GraphTopology(graph, local_world_size, world_size=world_size, rank=rank, allow_disconnected=allow_disconnected)
         return cast(Topology, made)
+
+    # --- what compositions override: see decent_dp.topo.schedule
+
+    def _turn(self, t: int) -> Turn:
+        return Turn(self, t)
+
+    def _stages(self) -> list[Stage]:
+        return [Stage(self)]
+
+    def _spread(self, start: int, stop: int, total: int) -> Topology:
+        return self
+
+    def _seated(self, edges: list[Edge], members: Sequence[int] | None) -> list[Edge]:
+        """Edges of seats as edges of the workers in them, ``members``; all other workers are idle. None: they are the same."""
+        if members is None or len(members) == self._world_size:
+            return edges
+        mixing = [Edge([members[seat] for seat in edge.ranks], edge.weight) for edge in edges]
+        return mixing + [Edge([rank], 1.0) for rank in range(self._world_size) if rank not in members]
 
     # --- looking up
 
@@ -249,59 +257,6 @@ class Topology(metaclass=TopologyMeta):
             W[edge.ranks, edge.ranks] = edge.weight
         return W
 
-    def mixes(self, t: int) -> bool:
-        """False in the updates between two mixes of ``every(h)``."""
-        return self._mixes(check_integer("round", t, 0))
-
-    def _mixes(self, t: int) -> bool:
-        return True
-
-    def _next_mix(self, t: int) -> int:
-        """The first update from ``t`` on that mixes."""
-        while not self._mixes(t):
-            t += 1
-        return t
-
-    def _spread(self, start: int, stop: int, total: int) -> Topology:
-        """This topology for bytes ``start`` to ``stop`` of the parameters' ``total``.
-
-        With ``every(h)`` each such part has a turn of its own in the ``h`` updates, as long as its share of the bytes.
-        """
-        return self
-
-    def _time(self, t: int) -> int:
-        """The number of updates that an exchange of round ``t`` has to arrive."""
-        return 1
-
-    def longest_turn(self) -> int:
-        """The most updates from one mix to the next, in any part of a composition."""
-        return self._longest_turn()
-
-    def _longest_turn(self) -> int:
-        return 1
-
-    def largest_group(self) -> int:
-        """The number of workers in the largest edge; of a topology without a period, in its first 256 rounds."""
-        return self._largest_group()
-
-    def _largest_group(self) -> int:
-        rounds = range(self.period or _SEEN_ROUNDS)
-        return max(len(edge.ranks) for t in rounds for edge in self._checked(t))
-
-    def meetings(self, t: int, ranks: Sequence[int]) -> int:
-        """In how many rounds before ``t`` these workers are an edge; of a topology without a period, ``t``.
-
-        In a composition since the beginning of its part.
-        """
-        return self._meetings(check_integer("round", t, 0), tuple(sorted(ranks)))
-
-    def _meetings(self, t: int, ranks: tuple[int, ...]) -> int:
-        if self.period is None:
-            return t
-        periods, at = divmod(t, self.period)
-        rounds = self._rounds_of_edges.get(ranks, [])
-        return periods * len(rounds) + bisect_left(rounds, at)
-
     @cached_property
     def _rounds_of_edges(self) -> dict[tuple[int, ...], list[int]]:
         """The rounds of the period in which each edge occurs."""
@@ -311,22 +266,8 @@ class Topology(metaclass=TopologyMeta):
                 found.setdefault(tuple(sorted(edge.ranks)), []).append(t)
         return found
 
-    def _final_part(self) -> tuple[Topology, int]:
-        """The last part of a composition, and the number of updates from one of its mixes to the next."""
-        return self, 1
-
-    def _edges_ahead(self, limit: int) -> list[Edge]:
-        """This rank's edges in the first ``limit`` rounds of the period, to connect before the first round.
-
-        As many on every worker. Empty for a topology without a period.
-        """
-        return [self.get_edge(t) for t in range(min(self.period or 0, limit))]
-
-    def title(self) -> str:
-        """The name in prints and in the workers' comparison: the class and its settings."""
-        return self._title()
-
     def _title(self) -> str:
+        """The name in prints and in the workers' comparison: the class and its settings."""
         return type(self).__name__
 
     def fingerprint(self) -> dict[str, str | int]:
@@ -378,16 +319,12 @@ class Topology(metaclass=TopologyMeta):
         if not self._is_aperiodic():
             self._period_rounds()
             return
-        first, again = self._checked(0), _checked_round(self.round(0), self._world_size, self._where(0))
+        first, again = self._checked(0), self._check_round(0, self.round(0))
         if first != again:
             raise ValueError(
-                f"{self._where(0)}, asked for twice, was {_words(first)} and then {_words(again)}: "
-                "round(t) must depend on t alone; "
-                "draw with a generator made from a seed and t, such as numpy.random.default_rng([seed, t])"
+                f"{type(self).__name__}, round 0, asked for twice, was {_words(first)} and then {_words(again)}: round(t) must "
+                "depend on t alone; draw with a generator made from a seed and t, such as numpy.random.default_rng([seed, t])"
             )
-
-    def _where(self, t: int) -> str:
-        return f"{type(self).__name__}, round {t}"
 
     def _checked(self, t: int) -> list[Edge]:
         """Round ``t``, checked."""
@@ -397,42 +334,24 @@ class Topology(metaclass=TopologyMeta):
             return rounds[t % len(rounds)]
         edges = self._recent_rounds.get(t)
         if edges is None:
-            edges = _checked_round(self.round(t), self._world_size, self._where(t))
+            edges = self._check_round(t, self.round(t))
             # A new dict instead of a change: threads may look rounds up at the same time.
             self._recent_rounds = dict([*list(self._recent_rounds.items())[-(_KEPT_ROUNDS - 1) :], (t, edges)])
         return edges
 
+    def _check_round(self, t: int, edges: object) -> list[Edge]:
+        return _checked_round(edges, self._world_size, f"{type(self).__name__}, round {t}")
+
     def _period_rounds(self) -> Sequence[list[Edge]]:
         """All rounds of the period, made and checked at the first call."""
         if self._periodic_rounds is None:
-            rounds: object = self._get_topo_edges()
+            rounds: Any = self._get_topo_edges()
             name = type(self).__name__
             if not isinstance(rounds, Iterable):
                 raise ValueError(f"{name}._get_topo_edges() returned {rounds!r}: return a list of rounds, [[Edge(...)]]")
             # Pair rounds are valid by construction.
-            self._periodic_rounds = (
-                rounds
-                if isinstance(rounds, PairRounds)
-                else [_checked_round(edges, self._world_size, self._where(t)) for t, edges in enumerate(rounds)]
-            )
+            made = rounds if isinstance(rounds, PairRounds) else list(itertools.starmap(self._check_round, enumerate(rounds)))
+            self._periodic_rounds = made
             if not self._periodic_rounds:
                 raise ValueError(f"{name} has no rounds: _get_topo_edges() must return at least one list of edges")
         return self._periodic_rounds
-
-
-def check_pairs(
-    topology: Topology, who: str, why: str = "where one that is gone costs its partner one edge and nobody else waits"
-) -> None:
-    """Refuses a topology with groups.
-
-    Args:
-        who: the feature that needs pairs, for the message. ``why``: the reason.
-
-    Raises:
-        ValueError: an edge has more than two workers.
-    """
-    if (largest := Topology.largest_group(topology)) > 2:
-        raise ValueError(
-            f"{who} needs a topology of pairs, {why}, and {topology!r} mixes groups of {largest}: use 'base-2', "
-            "'one-peer-exp', 'ring' or 'random-matching'"
-        )

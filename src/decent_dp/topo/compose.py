@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from decent_dp._checks import check_integer
 
-from .abstract import Topology
+from .abstract import Stage, Topology, Turn
 from .edges import Edge
 
-__all__ = ["EveryTopology", "SwitchTopology"]
+__all__ = ["Composition", "EveryTopology", "SwitchTopology"]
 
 
-class EveryTopology(Topology):
+class Composition(Topology):
+    """A topology made of others. Its parts check their rounds."""
+
+    @abstractmethod
+    def _turn(self, t: int) -> Turn: ...
+
+    @abstractmethod
+    def _stages(self) -> list[Stage]: ...
+
+    def round(self, t: int) -> list[Edge]:
+        return list(self._checked(t))
+
+    def _checked(self, t: int) -> list[Edge]:
+        turn = self._turn(check_integer("round", t, 0))
+        return self._seated(turn.topology._checked(turn.round), turn.members) if turn.mixes else self._seated([], ())
+
+
+class EveryTopology(Composition):
     """Another topology, in every ``h``-th update only: the result of `Topology.every`.
 
     Update t mixes if t + 1 - offset is a multiple of h, with round ``t // h`` of the other topology: its rounds are counted in
@@ -34,58 +53,26 @@ class EveryTopology(Topology):
         super().__init__(inner._local_world_size, world_size=inner._world_size, rank=inner._rank)
         self._inner, self._h = inner, check_integer("EveryTopology: h", h, 1)
         self._offset, self._updates, self._replica_weights = offset, time, inner._replica_weights
-        self._idle = [Edge([rank], 1.0) for rank in range(self._world_size)]
 
     @property
     def period(self) -> int | None:
         period = self._inner.period
         return None if period is None else period * self._h
 
-    def _mix(self, t: int) -> int | None:
-        """The number of the mix in update ``t``, if there is one."""
-        return t // self._h if (t + 1 - self._offset) % self._h == 0 else None
+    def _turn(self, t: int) -> Turn:
+        turn = self._inner._turn(t // self._h)
+        return replace(turn, mixes=turn.mixes and (t + 1 - self._offset) % self._h == 0, updates=self._updates)
 
-    def round(self, t: int) -> list[Edge]:
-        mix = self._mix(check_integer("round", t, 0))
-        return list(self._idle) if mix is None else self._inner.round(mix)
-
-    def _checked(self, t: int) -> list[Edge]:
-        mix = self._mix(check_integer("round", t, 0))
-        return self._idle if mix is None else self._inner._checked(mix)
-
-    def _mixes(self, t: int) -> bool:
-        mix = self._mix(t)
-        return mix is not None and self._inner._mixes(mix)
+    def _stages(self) -> list[Stage]:
+        return [replace(stage, updates=self._h * stage.updates) for stage in self._inner._stages()]
 
     def _spread(self, start: int, stop: int, total: int) -> Topology:
         first, last = self._h * start // total, self._h * stop // total
         offset = min(first, self._h - 1)  # the last part may be empty
         return EveryTopology(self._inner, self._h, offset, max(1, last - offset))
 
-    def _time(self, t: int) -> int:
-        return self._updates
-
-    def _longest_turn(self) -> int:
-        return self._h * self._inner._longest_turn()
-
-    def _largest_group(self) -> int:
-        return self._inner._largest_group()
-
-    def _meetings(self, t: int, ranks: tuple[int, ...]) -> int:
-        return self._inner._meetings(t // self._h, ranks)
-
-    def _final_part(self) -> tuple[Topology, int]:
-        topology, h = self._inner._final_part()
-        return topology, h * self._h
-
-    def _edges_ahead(self, limit: int) -> list[Edge]:
-        return self._inner._edges_ahead(limit)
-
     def _every(self, h: int) -> Topology:
         return EveryTopology(self._inner, self._h * h, self._offset, self._updates)
-
-    def _weighted(self, weights: Sequence[float]) -> Topology:
-        return EveryTopology(self._inner._weighted(weights), self._h, self._offset, self._updates)
 
     def _title(self) -> str:
         return f"{self._inner._title()}, every {self._h} updates"
@@ -98,7 +85,7 @@ class EveryTopology(Topology):
         return f"{self._inner!r}.every({self._h})"
 
 
-class SwitchTopology(Topology):
+class SwitchTopology(Composition):
     """One topology after another: ``SwitchTopology((complete, 500), ring)`` is ``complete`` for 500 updates, then ``ring``.
 
     Each part starts with its round 0. A round depends on the number of the update alone, so a resumed training goes on with
@@ -135,55 +122,23 @@ class SwitchTopology(Topology):
         self._parts, self._lengths, self._replica_weights = topologies, lengths, last._replica_weights
         self._starts = [sum(lengths[:i]) for i in range(len(topologies))]
 
-    def _at(self, t: int) -> tuple[Topology, int]:
-        """The part in use at update ``t``, and which round of it."""
-        index = bisect_right(self._starts, check_integer("round", t, 0)) - 1
-        return self._parts[index], t - self._starts[index]
+    def _turn(self, t: int) -> Turn:
+        index = bisect_right(self._starts, t) - 1
+        return self._parts[index]._turn(t - self._starts[index])
 
-    def round(self, t: int) -> list[Edge]:
-        part, at = self._at(t)
-        return part.round(at)
+    def _stages(self) -> list[Stage]:
+        return [stage for part in self._parts for stage in part._stages()]
 
-    def _checked(self, t: int) -> list[Edge]:
-        part, at = self._at(t)
-        return part._checked(at)
-
-    def _mixes(self, t: int) -> bool:
-        part, at = self._at(t)
-        return part._mixes(at)
-
-    def _spread(self, start: int, stop: int, total: int) -> Topology:
-        parts = [part._spread(start, stop, total) for part in self._parts]
+    def _of_each(self, derive: Callable[[Topology], Topology]) -> Topology:
+        parts = [derive(part) for part in self._parts]
         return SwitchTopology(*zip(parts, self._lengths, strict=False), parts[-1])
 
-    def _time(self, t: int) -> int:
-        part, at = self._at(t)
-        return part._time(at)
-
-    def _longest_turn(self) -> int:
-        return max(part._longest_turn() for part in self._parts)
-
-    def _largest_group(self) -> int:
-        return max(part._largest_group() for part in self._parts)
-
-    def _meetings(self, t: int, ranks: tuple[int, ...]) -> int:
-        part, at = self._at(t)
-        return part._meetings(at, ranks)
-
-    def _final_part(self) -> tuple[Topology, int]:
-        return self._parts[-1]._final_part()
-
-    def _edges_ahead(self, limit: int) -> list[Edge]:
-        return [edge for part in self._parts for edge in part._edges_ahead(limit)]
+    def _spread(self, start: int, stop: int, total: int) -> Topology:
+        return self._of_each(lambda part: part._spread(start, stop, total))
 
     def _every(self, h: int) -> Topology:
         # Inside the parts, so that their lengths are counted in updates, not in mixes.
-        parts = [Topology.every(part, h) for part in self._parts]
-        return SwitchTopology(*zip(parts, self._lengths, strict=False), parts[-1])
-
-    def _weighted(self, weights: Sequence[float]) -> Topology:
-        parts = [part._weighted(weights) for part in self._parts]
-        return SwitchTopology(*zip(parts, self._lengths, strict=False), parts[-1])
+        return self._of_each(lambda part: Topology.every(part, h))
 
     def _title(self) -> str:
         turns = [f"{part._title()} for {k} update{'s' * (k > 1)}" for part, k in zip(self._parts, self._lengths, strict=False)]

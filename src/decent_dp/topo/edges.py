@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -167,13 +167,7 @@ class PairRounds(Sequence[list[Edge]]):
     def __len__(self) -> int:
         return self._period
 
-    @overload
-    def __getitem__(self, t: int) -> list[Edge]: ...
-
-    @overload
-    def __getitem__(self, t: slice) -> list[list[Edge]]: ...
-
-    def __getitem__(self, t: int | slice) -> list[Edge] | list[list[Edge]]:
+    def __getitem__(self, t: Any) -> Any:  # of a slice, a list of rounds
         if isinstance(t, slice):
             return [self[i] for i in range(*t.indices(self._period))]
         t = range(self._period)[t]

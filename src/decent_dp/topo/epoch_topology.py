@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from .abstract import Topology
-from .edges import Edge
+from .abstract import Stage, Topology, Turn
+from .compose import Composition
 
 __all__ = ["EpochTopology"]
 
@@ -23,7 +23,7 @@ class _Line:
     changes: tuple[tuple[int, tuple[int, ...]], ...]
 
 
-class EpochTopology(Topology):
+class EpochTopology(Composition):
     """From some round on the topology of other workers: one after the other, as the members of a run change.
 
     Members sit in the topology of as many workers in the order of their ranks. Each part starts with its round 0. All other
@@ -42,9 +42,9 @@ class EpochTopology(Topology):
         self._make, self._line = make, _Line(((0, tuple(range(first.world_size))),))
         self._made = {self._line.changes[0]: first}
 
-    def change(self, start: int, members: Sequence[int], since: int = 0) -> None:
-        """From round ``start`` on only ``members`` mix. What was before round ``since`` may be forgotten."""
-        changes = self._line.changes
+    def change(self, start: int, members: Sequence[int], now: int = 0) -> None:
+        """From round ``start`` on only ``members`` mix. What no exchange in flight needs in round ``now`` is forgotten."""
+        changes, since = self._line.changes, now - 2 * max(stage.updates for stage in self._stages())
         kept = [change for change, after in pairwise(changes) if after[0] > since]
         self._line.changes = (*kept, changes[-1], (start, tuple(sorted(members))))
 
@@ -56,7 +56,7 @@ class EpochTopology(Topology):
         """Made from this one, part by part, as the parts are that come later."""
         members = len(self._line.changes[0][1])
         made = EpochTopology(lambda n: derive(self._make(n)), world_size=self._world_size, rank=self._rank, members=members)
-        made._line, made._replica_weights = self._line, self._replica_weights
+        made._line = self._line
         return made
 
     def _at(self, t: int) -> tuple[Topology, int, tuple[int, ...]]:
@@ -72,51 +72,23 @@ class EpochTopology(Topology):
     def _last(self) -> Topology:
         return self._at(self._line.changes[-1][0])[0]
 
-    def round(self, t: int) -> list[Edge]:
-        inner, at, members = self._at(t)
-        edges = inner._checked(at)
-        if len(members) == self._world_size:
-            return list(edges)
-        mixing = [Edge([members[seat] for seat in edge.ranks], edge.weight) for edge in edges]
-        return mixing + [Edge([rank], 1.0) for rank in range(self._world_size) if rank not in members]
-
-    def _checked(self, t: int) -> list[Edge]:
-        return self.round(t)  # its parts are checked
-
     @property
     def period(self) -> int | None:
         return self._last.period if len(self._line.changes) == 1 else None
 
-    def _mixes(self, t: int) -> bool:
-        inner, at, _ = self._at(t)
-        return inner._mixes(at)
-
-    def _time(self, t: int) -> int:
-        inner, at, _ = self._at(t)
-        return inner._time(at)
-
-    def _meetings(self, t: int, ranks: tuple[int, ...]) -> int:
+    def _turn(self, t: int) -> Turn:
         inner, at, members = self._at(t)
-        return inner._meetings(at, tuple(members.index(rank) for rank in ranks)) if set(ranks) <= set(members) else 0
+        return replace(inner._turn(at), members=members)
+
+    def _stages(self) -> list[Stage]:
+        inner, _, members = self._at(self._line.changes[-1][0])
+        return [replace(stage, members=members) for stage in inner._stages()]
 
     def _spread(self, start: int, stop: int, total: int) -> Topology:
         return self._from(lambda topology: topology._spread(start, stop, total))
 
     def _every(self, h: int) -> Topology:
         return self._from(lambda topology: Topology.every(topology, h))
-
-    def _longest_turn(self) -> int:
-        return self._last._longest_turn()
-
-    def _largest_group(self) -> int:
-        return self._last._largest_group()
-
-    def _final_part(self) -> tuple[Topology, int]:
-        return self._last._final_part()
-
-    def _edges_ahead(self, limit: int) -> list[Edge]:
-        start = self._line.changes[-1][0]
-        return [self.get_edge(start + t) for t in range(len(self._last._edges_ahead(limit)))]
 
     def _title(self) -> str:
         return self._last._title()

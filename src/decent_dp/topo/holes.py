@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 
 from decent_dp._checks import check_integer
 
-from .abstract import Topology, check_pairs
+from .abstract import Topology
 from .edges import Edge
+from .schedule import check_pairs
 
 __all__ = ["WithoutTopology", "with_holes", "without"]
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from decent_dp._checks import check_integer, did_you_mean
 
-from .abstract import Topology, listing, worker_scope
+from .abstract import Topology, worker_scope
 from .compose import SwitchTopology
 
 __all__ = ["TopologyReg", "counts_replicas", "make_topology", "names_that_fit", "why_unfit"]
@@ -83,10 +83,12 @@ def make_topology(topology: str | Topology, *, local_world_size: int, world_size
             else:
                 made = _switch(topology, local_world_size)
     else:
-        raise _neither(topology)
+        is_class = isinstance(topology, type)  # type: ignore[unreachable]
+        hint = "; this is a class, so pass its registered name or make one" if is_class else ""
+        raise TypeError(f"topology must be a registered name or a Topology, got {topology!r}{hint}")
     if (made._world_size, made._rank) != (world_size, rank):
         raise ValueError(
-            f"{what} was built for world_size={made._world_size}, rank={made._rank}, but here the process group has "
+            f"{what} was built for world_size={made._world_size}, rank={made._rank}, but is used with "
             f"world_size={world_size}, rank={rank}: make it with these, or leave both out"
         )
     return cast(Topology, made)
@@ -113,14 +115,11 @@ def why_unfit(name: str, world_size: int, local_world_size: int) -> str | None:
         ValueError: the name is unknown, or a number is less than 1.
         TypeError: a number is not an integer.
     """
-    world_size, local_world_size = (
-        check_integer("world_size", world_size, 1),
-        check_integer("local_world_size", local_world_size, 1),
-    )
+    world_size = check_integer("world_size", world_size, 1)
+    local_world_size = check_integer("local_world_size", local_world_size, 1)
     if name not in TopologyReg.registry:
         raise ValueError(_unknown(name))
     kind: Any = TopologyReg.registry[name]
-    token = listing.set(True)
     try:
         if isinstance(kind, type) and issubclass(kind, Topology):
             return kind.unfit(world_size, local_world_size)
@@ -128,8 +127,6 @@ def why_unfit(name: str, world_size: int, local_world_size: int) -> str | None:
     except Exception as error:
         reason = error if isinstance(error, (TypeError, ValueError)) else f"{_entry(name)} raised {error!r}"
         return f"cannot be made: {reason}"
-    finally:
-        listing.reset(token)
     return None
 
 
@@ -174,11 +171,6 @@ def _switch(text: str, local_world_size: int) -> Topology:
         )
     final = _by_name(last, local_world_size, text)
     return cast(Topology, SwitchTopology(*parts, final)) if parts else final
-
-
-def _neither(topology: object) -> TypeError:
-    hint = "; this is a class, so pass its registered name or make one" if isinstance(topology, type) else ""
-    return TypeError(f"topology must be a registered name or a Topology, got {topology!r}{hint}")
 
 
 def _entry(name: str) -> str:

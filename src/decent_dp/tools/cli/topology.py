@@ -176,7 +176,7 @@ def _check_epsilon(epsilon: float) -> None:
 
 def _survivors(topology: Topology, gone: Sequence[int], epsilon: float) -> Analysis:
     from decent_dp.tools.analysis import analyse, without
-    from decent_dp.topo.abstract import check_pairs
+    from decent_dp.topo.schedule import check_pairs
 
     with refusing():
         check_pairs(topology, "--dead")

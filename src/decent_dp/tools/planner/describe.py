@@ -11,6 +11,7 @@ from decent_dp._checks import check_choice, check_integer, check_number
 from decent_dp._compressions import CODES as COMPRESSIONS
 from decent_dp._compressions import parse_compression
 from decent_dp.topo import Topology
+from decent_dp.topo.schedule import stages_of, title_of
 
 from .measured import read_measured
 
@@ -245,7 +246,7 @@ class Choice:
     @property
     def topology_name(self) -> str | None:
         """The name that was given, or the title of the topology, or None."""
-        return self.topology.title() if isinstance(self.topology, Topology) else self.topology
+        return title_of(self.topology) if isinstance(self.topology, Topology) else self.topology
 
     @property
     def name(self) -> str:
@@ -259,7 +260,7 @@ class Choice:
     @property
     def steps_per_mix(self) -> int:
         """Steps from one mix of a parameter to the next."""
-        return self.mix_every * (self.topology._final_part()[1] if isinstance(self.topology, Topology) else 1)
+        return self.mix_every * (stages_of(self.topology)[-1].updates if isinstance(self.topology, Topology) else 1)
 
     @property
     def low_rank(self) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from decent_dp.tools.analysis import MOST_WORKERS, analyse
 from decent_dp.topo import TopologyReg, make_topology
 from decent_dp.topo.registry import counts_replicas, why_unfit
+from decent_dp.topo.schedule import stages_of
 
 from .describe import COMPRESSIONS, DDP, DECENT_DP, FSDP, HSDP, Choice, Cluster, Job, Prediction
 from .prediction import predict
@@ -131,7 +132,7 @@ def _mixing(cluster: Cluster, choice: Choice) -> float | None:
     if choice.topology is None or choice.low_rank or cluster.world_size > MOST_WORKERS:
         return None
     made = make_topology(choice.topology, local_world_size=cluster.local_world_size, world_size=cluster.world_size, rank=0)
-    topology, _ = made._final_part()
+    topology = stages_of(made)[-1].topology
     h = choice.steps_per_mix
     known = analyse(topology)
     # Random rounds average exactly at some time by chance, and not in every period.

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from decent_dp._sizes import MIB, choose_sizes
 from decent_dp.topo import Topology, make_topology
+from decent_dp.topo.schedule import largest_group, stages_of
 
 from .describe import FSDP, HSDP, PUSH, Choice, Cluster, Job
 
@@ -238,8 +239,9 @@ def make_rounds(cluster: Cluster, choice: Choice) -> list[RoundTraffic]:
         world_size=n,
         rank=0,
     )
-    topology, h = Topology.every(topology, choice.mix_every)._final_part()
-    if choice.low_rank and (largest := Topology.largest_group(topology)) > 2:
+    last = stages_of(Topology.every(topology, choice.mix_every))[-1]
+    topology, h = last.topology, last.updates
+    if choice.low_rank and (largest := largest_group(topology)) > 2:
         raise ValueError(
             f"{choice.name}: low-rank messages need a topology of pairs, and this one has groups of {largest}: take 'base-2'"
         )

@@ -24,7 +24,7 @@ from decent_dp.tools.sim.replica_gradients import LOSS_FN_TYPE, Gradients, StepG
 from decent_dp.tools.sim.stack import Stack
 from decent_dp.tools.sim.steppers import Shared, Stepper, make_stepper
 from decent_dp.topo import Topology, make_topology
-from decent_dp.topo.abstract import check_pairs
+from decent_dp.topo.schedule import check_pairs, share_of, weigh
 
 __all__ = ["VirtualCluster"]
 
@@ -111,11 +111,6 @@ class VirtualCluster:
         self._scaler = check_scaler(scaler)
         check_factories(optim_fn, lr_scheduler_fn)
         self._factories = optim_fn, lr_scheduler_fn
-        if isinstance(topology, Topology) and (topology.world_size, topology._rank) != (n, 0):
-            raise ValueError(
-                f"the {type(topology).__name__} given was made for {topology.world_size} workers, as rank {topology._rank}, "
-                f"but n is {n}: make it with world_size={n}, rank=0"
-            )
         made = make_topology(
             topology, local_world_size=check_integer("local_world_size", local_world_size, 1), world_size=n, rank=0
         )
@@ -142,7 +137,7 @@ class VirtualCluster:
         if len(found) != self.n:
             raise ValueError(f"weights must have a number for each of the {self.n} workers, got {len(found)}")
         if len(set(found)) > 1:
-            self.topology = self.topology._weighted(found)
+            self.topology = weigh(self.topology, found)
             self._stack.weights = torch.tensor(found, dtype=torch.float64, device="cpu")
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -203,7 +198,7 @@ class VirtualCluster:
 
     def _make_stepper(self) -> Stepper:
         may_share = self._gradients.vectorized is not False
-        shares = [self.topology._share(i, range(self.n)) for i in range(self.n)]
+        shares = [share_of(self.topology, i, range(self.n)) for i in range(self.n)]
         stepper = make_stepper(
             self._stack, *self._factories, self._scaler, self._max_norm, self._faults, may_share=may_share, shares=shares
         )

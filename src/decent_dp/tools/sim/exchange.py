@@ -26,6 +26,7 @@ from decent_dp.rules.rule import apply_rule, mixing_rate
 from decent_dp.tools.sim.absences import Faults
 from decent_dp.topo import Edge, Topology
 from decent_dp.topo.holes import with_holes
+from decent_dp.topo.schedule import meetings, pull_of, stages_of, turn_of
 
 __all__ = ["CompressedExchange", "LosslessExchange", "SimulatedExchange", "SpreadExchange"]
 
@@ -60,14 +61,14 @@ class SimulatedExchange(ABC):
 
     def start(self, t: int) -> None:
         """Sends the parameters for round t, if it mixes."""
-        if Topology.mixes(self._topology, t):
+        if turn_of(self._topology, t).mixes:
             self._started = t
             self._start(t)
 
     def finish_due(self, t: int) -> None:
         """Mixes with the values in flight, if they have no time until a later update than ``t``."""
-        over = self._started is not None and t - self._started >= self._topology._time(self._started)
-        if over or Topology.mixes(self._topology, t):
+        over = self._started is not None and t - self._started >= turn_of(self._topology, self._started).updates
+        if over or turn_of(self._topology, t).mixes:
             self.finish()
 
     @abstractmethod
@@ -182,7 +183,7 @@ def _equal_edges(edges: Sequence[Edge], topology: Topology, device: torch.device
     alike: dict[tuple[int, float, float], list[tuple[list[int], Edge]]] = {}
     for edge in edges:
         for ranks in (edge.ranks, edge.ranks[::-1]) if len(edge.ranks) == 2 else (sorted(edge.ranks),):
-            key = (len(ranks), edge.weight, topology._pull(edge, ranks[0]))
+            key = (len(ranks), edge.weight, pull_of(topology, edge, ranks[0]))
             alike.setdefault(key, []).append((ranks, edge))
     parts = []
     for (size, _, pull), equal in alike.items():
@@ -261,7 +262,7 @@ class CompressedExchange(SimulatedExchange):
         hints = {rank: buckets[rank].compression.hint(own) for rank, own in proposals.items()} if needs_hints else {}
         for edge in edges:
             for rank in edge.ranks:
-                buckets[rank].in_flight = InFlight(round_, edge, pull=self._topology._pull(edge, rank))
+                buckets[rank].in_flight = InFlight(round_, edge, pull=pull_of(self._topology, edge, rank))
             if len(edge.ranks) > 1:
                 self._exchange(edge, t, buckets, proposals, hints)
 
@@ -270,7 +271,7 @@ class CompressedExchange(SimulatedExchange):
     ) -> None:
         ranks = tuple(sorted(edge.ranks))
         all_hints = [hints[rank] for rank in ranks] if hints else []
-        meeting = Topology.meetings(self._topology, t, ranks)
+        meeting = meetings(self._topology, t, ranks)
         for rank in ranks:
             bucket = buckets[rank]
             bucket.compression.begin(ranks, rank, meeting)
@@ -330,7 +331,7 @@ class SpreadExchange:
     ) -> None:
         specs = [TensorSpec.of(name, param.detach()[0]) for name, param in params.items()]
         turns = [(plan, topology) for plan in plan_buckets(specs, range(len(specs)), math.inf)]
-        if topology._final_part()[1] > 1:
+        if stages_of(topology)[-1].updates > 1:
             turns = plan_turns(specs, range(len(specs)), math.inf, topology)
         self._exchanges: list[SimulatedExchange] = []
         if compression is not Lossless:
