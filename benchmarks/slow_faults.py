@@ -56,13 +56,13 @@ class Watch:
 
     def _run(self) -> None:
         transport, turn = self._replica.world, 0
-        flow = transport._wire._flow
+        links = transport._wire.links
         while True:
             neighbours, now = transport.neighbours, time.monotonic()
             for kind, peers in (("silent", neighbours.silent()), ("dead", neighbours.lost())):
                 self.found[kind] = sorted({*self.found[kind], *peers})
-            for link in list(flow.links.values()):
-                if link.control is not None:
+            for link in list(links.by_rank.values()):
+                if link.channels:
                     self.found["not_heard_for"] = max(self.found["not_heard_for"], now - max(link.heard, link.since))
             stats = self._replica.stats()
             if self._replica.roster.size == N:

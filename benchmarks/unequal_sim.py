@@ -36,8 +36,8 @@ from decent_dp.faults import Tolerate
 from decent_dp.tools.sim import Batches, Simulation, VirtualCluster, digits, dirichlet_split
 from decent_dp.tools.sim.experiment import make_model
 from decent_dp.topo import Edge, Topology, make_topology
+from decent_dp.transport.lateness import _SHARE
 from decent_dp.transport.liveness import _COMING, _STEPS
-from decent_dp.transport.peer_link import _SHARE
 
 N, PACE, WARM_UP, SECONDS = 64, 0.2, 300.0, 10.0
 TOPOLOGIES, SIGMAS, SEEDS = ("base-2", "ring"), (0.25, 0.5, 1.0), (0, 1, 2)

@@ -240,8 +240,8 @@ BREAKAGES = [
     ),
     Breakage(
         "messages of groups wait for a connection that was lost",
-        "transport/flow.py",
-        "            self._fail_messages(link, link.lost)\n",
+        "transport/connections.py",
+        "        self.flow.fail_groups(link, link.why)\n",
         "",
     ),
     Breakage(

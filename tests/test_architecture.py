@@ -295,7 +295,7 @@ LINES = {
     "compression": (1953, 1800),
     "kernels": (1360, 0),  # theirs are compression's and optim's
     "optim": (1851, 1700),
-    "transport": (8906, 3200),
+    "transport": (8894, 3200),
     "engine": (994, 1000),
     "membership": (1813, 1100),
     "replica": (5715, 2500),
@@ -346,14 +346,14 @@ LARGE: dict[str, tuple[int, int]] = {
     "tools/sim/cluster.py:VirtualCluster": (19, 15),
     "tools/sim/experiment.py:Simulation": (1, 19),
     "transport/collectives.py:Collectives": (7, 26),
-    "transport/flow.py:Flow": (26, 16),
+    "transport/flow.py:Flow": (14, 6),
     "transport/interface.py:Transport": (24, 8),
-    "transport/liveness.py:WireNeighbours": (29, 10),
+    "transport/liveness.py:WireNeighbours": (23, 9),
     "transport/neighbours.py:Neighbours": (17, 0),
-    "transport/peer_link.py:PeerLink": (18, 41),
+    "transport/peer_link.py:PeerLink": (14, 28),
     "transport/process_group.py:ProcessGroupTransport": (21, 15),
     "transport/rendezvous.py:Rendezvous": (11, 16),
-    "transport/wire.py:Wire": (19, 29),
+    "transport/wire.py:Wire": (15, 27),
 }
 
 

@@ -31,6 +31,7 @@ from decent_dp.transport import (
     process_group,
     run_replicas,
 )
+from decent_dp.transport.peer_links import PeerLinks
 from tests.helpers import SGD, came, loss, net, request
 from tests.workers import shorten
 
@@ -318,7 +319,7 @@ def test_many_failed_requests_for_buffers_do_not_nest():
 def handle_that_lands(timeout: float) -> tuple[Any, list[str]]:
     """A handle of one message, whose staging notes its calls."""
     hints = SimpleNamespace(lacks=lambda *_: False)
-    wire: Any = SimpleNamespace(last_progress=lambda _: 0.0, open_slots=lambda *_: [], hints=hints, now=time.monotonic)
+    wire: Any = SimpleNamespace(links=PeerLinks(frozenset()), flow=SimpleNamespace(hints=hints), now=time.monotonic)
     wire.stopped, wire.why_lost, wire.has_ended = 0.0, lambda _: TimeoutError(), lambda _: False
     own, policy = request(torch.ones(3), 0, ExchangeId(0, 0)), handles.AllNeeded(wire, timeout)
     handle = handles.WireHandle(own, [1], policy, wire, lambda error, _: RuntimeError(f"is {error!r}"))
@@ -380,7 +381,7 @@ def test_a_peer_that_has_ended_costs_no_exchange_with_another_one():
         now=time.monotonic,
         stopped=0.0,
         has_ended=ended.__contains__,
-        last_progress=lambda _: 0.0,
+        links=PeerLinks(frozenset()),
         why_lost=lambda peer: ConnectionError(f"{peer} is gone"),
     )
     policy, own = handles.AllNeeded(wire, 60.0), request(torch.ones(3), 0, ExchangeId(0, 0))

@@ -607,7 +607,7 @@ def connection_breaks(rank: int, n: int) -> Any:
     def breaks(server: Any, rank: int, incarnation: int, request: bytes) -> bytes:
         wire, place = server._replica.world._wire, unpack_message(request)[0].get("from", 0)
         if place > 4000 and _store().add("breaks", 1) == 1:
-            wire.call(lambda: wire.flow.lose(wire.flow.joiners[rank, incarnation], "cut"))
+            wire.call(lambda: wire.connections.lose(wire.links.joiners[rank, incarnation], "cut"))
         return answer(server, rank, incarnation, request)
 
     def count(copy: Any, begin: int) -> bytes:

@@ -17,11 +17,13 @@ from decent_dp.faults import default_dead_after
 from decent_dp.topo import Edge
 from decent_dp.transport import hints as hints_module
 from decent_dp.transport.handles import WireHandle
+from decent_dp.transport.hello import BULK
 from decent_dp.transport.hints import Hints
-from decent_dp.transport.liveness import WireNeighbours
+from decent_dp.transport.liveness import HolesAllowed, WireNeighbours
 from decent_dp.transport.messages import DATA, pack
 from decent_dp.transport.peer_errors import UnreachableError
-from decent_dp.transport.peer_link import LinkState, PairExchange, Receiving, Sending
+from decent_dp.transport.peer_link import LinkState
+from decent_dp.transport.transfers import PairExchange, Receiving, Sending
 from decent_dp.transport.votes import ExchangeId, Verdict
 from tests.wires import Net, wait_for
 
@@ -51,19 +53,19 @@ class Two:
 
     def __init__(self, *, near: bool = False, dead_after: float = 10.0) -> None:
         self.net = Net(2, near=near, size=2, dead_after=dead_after)
-        self.known, self.theirs = (WireNeighbours(wire, rank, dead_after, 60.0) for rank, wire in enumerate(self.net.wires))
+        self.known, self.theirs = (WireNeighbours(wire, rank, dead_after) for rank, wire in enumerate(self.net.wires))
         for rank in (0, 1):
             self.net.wires[rank].connect(1 - rank)
         wait_for(lambda: self.known.living() == [1] and self.theirs.living() == [0])
-        self.link = self.net.wires[0].flow.link(1)
+        self.link = self.net.wires[0].links.to(1)
 
     def there(self, call: Callable[[Any], object]) -> None:
-        """Calls it with the second worker's flow, in its thread."""
-        self.net.wires[1].call(lambda: call(self.net.wires[1].flow))
+        """Calls it with the second worker's wire, in its thread."""
+        self.net.wires[1].call(lambda: call(self.net.wires[1]))
 
     def open(self, rank: int, pair: PairExchange) -> None:
         wire = self.net.wires[rank]
-        wire.call(lambda: wire.flow.settlement.open(pair))
+        wire.call(lambda: wire.settlement.open(pair))
 
     def end(self) -> None:
         """The second worker's process ends."""
@@ -122,7 +124,7 @@ def test_a_process_that_has_ended_elsewhere_counts_as_dead_sooner(make, listens)
 def test_what_a_peer_leaves_out_is_not_started(make):
     two = make()
     assert two.known.usable(EDGE, EXCHANGE)
-    two.there(lambda flow: flow.settlement.skip(0, 3, 0))
+    two.there(lambda wire: wire.settlement.skip(0, 3, 0))
     wait_for(lambda: not two.known.usable(EDGE, EXCHANGE))
     assert two.known.usable(EDGE, ExchangeId(4, 0))
     assert two.known.usable(EDGE, ExchangeId(3, 1))
@@ -131,10 +133,11 @@ def test_what_a_peer_leaves_out_is_not_started(make):
 def test_a_doubt_is_waited_for_as_long_as_a_silence_and_then_counted(make):
     """The other worker has the message and gives signs of life, and does not vote."""
     two = make(dead_after=2.0)
-    two.there(lambda flow: setattr(flow.settlement, "vote_if_complete", lambda link, bucket: None))
+    two.there(lambda wire: setattr(wire.settlement, "vote_if_complete", lambda pair: None))
     verdicts: list[Any] = []
     wire, request = two.net.wires[0], SimpleNamespace(exchange_id=ExchangeId(0, 0))
-    handle = WireHandle(request, [1], two.known, wire, lambda *_: RuntimeError())  # type: ignore[arg-type]
+    policy = HolesAllowed(wire, two.known, 60.0)
+    handle = WireHandle(request, [1], policy, wire, lambda *_: RuntimeError())  # type: ignore[arg-type]
     handle.expect(1)
     for rank, settle in ((0, partial(handle.settle, 1)), (1, verdicts.append)):
         memory = memoryview(bytearray(100))
@@ -146,7 +149,7 @@ def test_a_doubt_is_waited_for_as_long_as_a_silence_and_then_counted(make):
     began = time.monotonic()
     handle.wait()
     assert 0.5 < time.monotonic() - began < 1.5
-    assert (handle.verdict, two.net.wires[0].flow.settlement.one_sided) == (Verdict.NEITHER, 1)
+    assert (handle.verdict, two.net.wires[0].settlement.one_sided) == (Verdict.NEITHER, 1)
     wait_for(lambda: verdicts == [Verdict.NEITHER])  # the other one learns it
 
 
@@ -158,15 +161,15 @@ def test_a_peer_that_sends_what_was_not_due_costs_its_edge_and_no_more(make):
     sending = Sending(1, key, data, lambda: None, errors.append, ready=len(data))
     two.open(0, PairExchange(Receiving(1, key, data, lambda: None, errors.append), sending, verdicts.append))
     wait_for(lambda: bool(two.link.pairs))
-    two.there(lambda flow: flow.link(0).bulk.send(pack(DATA, key, 0, 30_000, 10, len(data)), b"x" * 10))
+    two.there(lambda wire: wire.links.to(0).channels[BULK].send(pack(DATA, key, 0, 30_000, 10, len(data)), b"x" * 10))
     wait_for(lambda: verdicts == [Verdict.NEITHER])
     assert (errors, two.known.lost()) == ([], [1])
 
 
 def test_a_worker_that_is_late_is_asked_and_answers(make):
     two = make(dead_after=50.0)
-    two.theirs._flow.round = 7
-    two.net.wires[0].call(lambda: two.net.wires[0].flow.beat(two.link, ask=True))
+    two.net.wires[1].links.round = 7
+    two.net.wires[0].call(lambda: two.net.wires[0].links.beat(two.link, ask=True))
     wait_for(lambda: two.known.round_of(1) == 7 or two.link.round == 7, 0.5)  # heartbeats are a second apart
 
 
@@ -185,8 +188,8 @@ def test_a_lost_connection_is_made_again(make, monkeypatch, near, refusals):
 
     monkeypatch.setattr(threading.Thread, "start", start_or_refuse)
     for count in (1, 2, 3):
-        two.net.wires[0].call(lambda: two.net.wires[0].flow.lose(two.link, "cut by the test"))
-        wait_for(lambda count=count: two.net.wires[0].flow.reconnects == count)
+        two.net.wires[0].call(lambda: two.net.wires[0].connections.lose(two.link, "cut by the test"))
+        wait_for(lambda count=count: two.net.wires[0].connections.made_again == count)
         wait_for(lambda: two.theirs.living() == [0])
     assert len(refused) == refusals
 

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import decent_dp
-from decent_dp.transport.repeats import Repeats
+from decent_dp.transport.waiter import Repeats
 from tests.faulty_link import FaultyLinks, RemoteLinks, connect_through
 from tests.helpers import assert_same, values
 from tests.test_epochs import Lines

@@ -38,7 +38,7 @@ def asks(net: Net, request: bytes, peer: int = 0, rank: int = JOINER) -> Any:
 
 
 def state_of(net: Net, peer: int, rank: int = JOINER) -> LinkState:
-    return net.wires[rank].flow.link(peer).state
+    return net.wires[rank].links.to(peer).state
 
 
 @pytest.mark.parametrize("options", [{"near": True}, {"encrypts": True}, {}])
@@ -51,8 +51,8 @@ def test_a_process_that_joins_is_answered_and_can_do_nothing_else(options):
         assert len(served.log) == 4
         member, joiner = net.wires[0], net.wires[JOINER]
         assert state_of(net, 0) is LinkState.JOINING
-        assert list(member.flow.joiners) == [(JOINER, 1)]
-        assert JOINER not in member.flow.links or member.flow.links[JOINER].state is LinkState.NEW
+        assert list(member.links.joiners) == [(JOINER, 1)]
+        assert JOINER not in member.links.by_rank or member.links.by_rank[JOINER].state is LinkState.NEW
         # It wants to exchange: nobody is there for it.
         message = content("", 5000)
         send(joiner, 0, (0, 0, 0), message)
@@ -72,7 +72,7 @@ def test_the_connection_of_a_joiner_becomes_that_of_a_member():
         Served(net)
         asks(net, b"x").result(SECONDS)
         member, joiner = net.wires[0], net.wires[JOINER]
-        before = member.flow.joiners[JOINER, 1].joining, joiner.flow.link(0).joining
+        before = member.links.joiners[JOINER, 1].channels, joiner.links.to(0).channels
         mine, yours = content(1, 50_000), content(2, 50_000)
         send(joiner, 0, (7, 0, 0), mine)
         here = receive(joiner, 0, (7, 0, 0), 50_000)
@@ -81,10 +81,10 @@ def test_the_connection_of_a_joiner_becomes_that_of_a_member():
         send(member, JOINER, (7, 0, 0), yours)
         assert bytes(here.result(SECONDS)) == bytes(yours)
         assert bytes(there.result(SECONDS)) == bytes(mine)
-        after = [(link.control, link.bulk) for link in (member.flow.link(JOINER), joiner.flow.link(0))]
+        after = [link.channels for link in (member.links.to(JOINER), joiner.links.to(0))]
         assert tuple(after) == before
-        assert member.flow.joiners == {}
-        assert (member.flow.reconnects, joiner.flow.reconnects) == (0, 0)
+        assert member.links.joiners == {}
+        assert (member.connections.made_again, joiner.connections.made_again) == (0, 0)
         assert asks(net, b"z").result(SECONDS) == b"z of 2, 1"
     finally:
         net.close()
@@ -96,7 +96,7 @@ def test_a_joiner_that_is_a_member_already_connects_as_one():
         net.wires[0].renew(JOINER, 1, 0)
         net.wires[JOINER].connect(0)
         wait_for(lambda: state_of(net, 0) is LinkState.OPEN, 10)
-        assert net.wires[0].flow.joiners == {}
+        assert net.wires[0].links.joiners == {}
     finally:
         net.close()
 
@@ -109,12 +109,12 @@ def test_requests_are_repeated_when_the_connection_breaks():
         served.goes_on.clear()
         answers = [asks(net, b"%d" % number) for number in range(4)]
         wait_for(lambda: net.wires[0].requests._waiting.qsize() >= 3, 10)
-        flow = net.wires[0].flow
-        net.wires[0].call(lambda: flow.lose(flow.joiners[JOINER, 1], "cut"))
-        wait_for(lambda: net.wires[JOINER].flow.reconnects == 1, 10)
+        member = net.wires[0]
+        member.call(lambda: member.connections.lose(member.links.joiners[JOINER, 1], "cut"))
+        wait_for(lambda: net.wires[JOINER].connections.made_again == 1, 10)
         served.goes_on.set()
         assert [answer.result(SECONDS) for answer in answers] == [b"%d of 2, 1" % number for number in range(4)]
-        assert net.wires[JOINER].flow.link(0).questions == {}
+        assert net.wires[JOINER].links.to(0).questions == {}
         assert len(served.log) <= 1 + 2 * 4
     finally:
         net.close()
@@ -143,7 +143,7 @@ def test_who_does_not_know_the_secret_is_not_served(monkeypatch):
         with pytest.raises(ConnectionError, match="cannot be asked"):
             asks(net, b"x").result(SECONDS)
         assert served.log == []
-        assert net.wires[0].flow.joiners == {}
+        assert net.wires[0].links.joiners == {}
     finally:
         net.close()
 
@@ -165,7 +165,7 @@ def test_a_joiner_that_is_gone_is_forgotten():
         Served(net)
         asks(net, b"x").result(SECONDS)
         net.wires[JOINER].close()
-        wait_for(lambda: net.wires[0].flow.joiners == {}, 10)
+        wait_for(lambda: net.wires[0].links.joiners == {}, 10)
         net.wires[0].renew(JOINER, 1, 0)  # the others have made it a member meanwhile
         wait_for(lambda: state_of(net, JOINER, rank=0) is LinkState.GONE, 10)
     finally:
@@ -207,9 +207,9 @@ def test_members_ask_each_other_over_their_links():
     try:
         net.connect()
         Served(net)
-        channels = net.wires[1].flow.link(0).channels
+        channels = net.wires[1].links.to(0).channels
         assert asks(net, b"x", rank=1).result(SECONDS) == b"x of 1, 0"
-        assert net.wires[1].flow.link(0).channels == channels
+        assert net.wires[1].links.to(0).channels == channels
     finally:
         net.close()
 

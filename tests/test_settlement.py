@@ -14,18 +14,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import zmq
 
 from decent_dp.errors import WireError
-from decent_dp.transport import flow, peer_link, settlement, wire
-from decent_dp.transport.flow import Flow
+from decent_dp.transport import flow, lateness, peer_link, peer_links, settlement, wire
+from decent_dp.transport.connections import Connections
 from decent_dp.transport.messages import ASK, BEAT, BYE, DROP, GOT, VOTE, pack
-from decent_dp.transport.peer_link import SMALL, Channel, LinkState, PairExchange, Receiving, Sending
+from decent_dp.transport.peer_link import Channel, LinkState
+from decent_dp.transport.transfers import SMALL, PairExchange, Receiving, Sending
 from decent_dp.transport.votes import Verdict, Vote, Votes
 from decent_dp.transport.wire import Reader
+from tests.wires import make_connections
 
 BUCKETS = 2
 
@@ -87,7 +88,7 @@ class End:
     """One of the two workers."""
 
     rank: int
-    flow: Flow = field(init=False)
+    connections: Connections = field(init=False)
     reader: Reader = field(init=False)
     # Of control and of bulk.
     streams: list[Stream] = field(default_factory=list)
@@ -100,11 +101,10 @@ class End:
     channels: dict[Any, Channel] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.flow = Flow(self.rank, frozenset(), Mock(hang_up=lambda _: self.cut()))
-        self.flow.dead_after = 10.0
+        self.connections = make_connections(self.rank, hang_up=lambda _: self.cut())
+        self.flow, self.settlement = self.connections.flow, self.connections.settlement
         polling: Any = SimpleNamespace(routes={}, owners=self.channels, is_watched=lambda socket: True)
-        on_bye = lambda link, *_: self.flow.give_up(link, "the peer has left")  # noqa: E731
-        self.reader = Reader(polling, self.flow, polling, polling, on_bye, lambda *_: None)
+        self.reader = Reader(self.connections, polling, polling, polling, polling)
 
     @property
     def peer(self) -> int:
@@ -112,7 +112,7 @@ class End:
 
     @property
     def link(self) -> Any:
-        return self.flow.link(self.peer)
+        return self.connections.links.to(self.peer)
 
     def cut(self) -> None:
         for stream in self.streams:
@@ -123,14 +123,14 @@ class End:
         made: list[Any] = [Channel(stream, plane) for plane, stream in enumerate(self.streams)]  # type: ignore[arg-type]
         self.channels.clear()
         self.channels.update(zip(self.streams, made, strict=True))
-        self.flow.open(self.link, b"a process", *made)
+        self.connections.open(self.link, b"a process", *made)
 
     def read(self) -> None:
         if self.link.state is LinkState.OPEN:
             for stream in self.streams:
                 self.reader.read(stream, math.inf)  # type: ignore[arg-type]
             if self.streams[0].cut:
-                self.flow.lose(self.link, "closed by the peer")
+                self.connections.lose(self.link, "closed by the peer")
         self.flow.go_on()
 
     def open_rounds(self) -> list[tuple[int, int]]:
@@ -175,7 +175,7 @@ class World:
             # A worker may not have seen yet that the connection is lost.
             is_lost = end.link.state is not LinkState.OPEN and self.draw.random() < 0.7
             if is_lost or votes.in_doubt(bucket) or votes.has_dropped(end.round, bucket):
-                end.flow.settlement.skip(end.peer, end.round, bucket)
+                end.settlement.skip(end.peer, end.round, bucket)
                 end.verdicts[end.round, bucket] = Verdict.NEITHER
                 continue
             self.open(end, key)
@@ -202,34 +202,34 @@ class World:
         end.verdicts[round_, bucket] = None
         sending = Sending(end.peer, key, memoryview(own), lambda: None, fail, ready=size)
         receiving = Receiving(end.peer, key, memoryview(memory), lambda: None, fail)
-        end.flow.settlement.open(PairExchange(receiving, sending, settle))
+        end.settlement.open(PairExchange(receiving, sending, settle))
 
     def abandon(self, end: End) -> None:
         for round_, bucket in end.open_rounds():
             in_doubt = end.link.votes.in_doubt(bucket)
-            end.flow.settlement.abandon(end.link.pairs[bucket], late=False)
+            end.settlement.abandon(end.link.pairs[bucket], late=False)
             assert in_doubt is (end.verdicts[round_, bucket] is None)
         end.flow.go_on()
 
     def drop(self, end: End) -> None:
         """It waits no longer for the end of its doubts."""
         for round_, bucket in end.open_rounds():
-            end.flow.settlement.drop(end.link.pairs[bucket])
+            end.settlement.drop(end.link.pairs[bucket])
             assert end.verdicts[round_, bucket] is Verdict.NEITHER
         end.flow.go_on()
 
     def skip(self, end: End) -> None:
         if not end.open_rounds():
             for bucket in range(BUCKETS):
-                end.flow.settlement.skip(end.peer, end.round, bucket)
+                end.settlement.skip(end.peer, end.round, bucket)
                 end.verdicts[end.round, bucket] = Verdict.NEITHER
             end.round += 1
             end.flow.go_on()
 
     def expire(self, end: End) -> None:
         """The peer counts as dead here."""
-        end.flow.lose(end.link, "silent")
-        end.flow.settlement.expire(end.link)
+        end.connections.lose(end.link, "silent")
+        end.settlement.expire(end.link, may_live=True)
 
     # -- a schedule -------------------------------------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ class World:
                     assert end.received[key] == content(end.peer, *key, self.sizes[key[1]])
         for end in self.ends:
             assert all(memory.count(0xFF) == len(memory) for memory in end.given_back)
-        counted = sum(end.flow.settlement.one_sided for end in self.ends)
+        counted = sum(end.settlement.one_sided for end in self.ends)
         assert apart <= counted
         assert deaths or counted == 0
         return apart
@@ -300,7 +300,7 @@ def _virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     # Frames have 16 KiB at a rate that is not known: messages of 300 bytes are copied, larger ones are lent.
     monkeypatch.setattr(peer_link, "_COPIED", 2**10)
-    for module in (flow, peer_link, settlement, wire):
+    for module in (flow, lateness, peer_link, peer_links, settlement, wire):
         monkeypatch.setattr(module, "time", clock)
 
 
@@ -364,7 +364,7 @@ def test_votes_on_wild_buckets_are_refused():
         end = World(0, (1, 1)).ends[0]
         end.streams[0].arrived.append([header])
         end.read()
-        assert isinstance(end.link.cause, WireError)
+        assert isinstance(end.link.why, WireError)
 
 
 def test_an_exchange_with_a_peer_that_has_sent_what_was_not_due_is_a_hole():
@@ -420,7 +420,7 @@ def test_who_is_in_doubt_asks_and_is_told():
 def test_who_waits_no_longer_for_the_end_of_a_doubt_drops_what_the_other_may_have_mixed():
     world, first, _ = one_in_doubt()
     world.drop(first)
-    assert (first.verdicts[0, 0], first.flow.settlement.one_sided) == (Verdict.NEITHER, 1)
+    assert (first.verdicts[0, 0], first.settlement.one_sided) == (Verdict.NEITHER, 1)
     assert first.link.state is LinkState.BROKEN, "its memory is the caller's, and libzmq may still read it"
 
 
@@ -433,7 +433,7 @@ def test_a_vote_that_was_revoked_while_the_connection_was_lost():
     first.link.votes.hear(Vote(0, 0, got=True))
     pair = second.link.pairs[0]
     pair.receiving.received = pair.receiving.size
-    second.flow.settlement.vote_if_complete(second.link, 0)
+    second.settlement.vote_if_complete(pair)
     world.cut()
     first.read()
     world.expire(second)

@@ -46,15 +46,15 @@ def test_the_routing_id_of_a_connection_is_of_no_use_at_the_other_listener():
     """Where nothing is encrypted, whoever listens on the way has seen it, and the password."""
     net = Net(2)
     net.connect()
-    wait_for(lambda: all(wire.flow.link(1 - rank).state is LinkState.OPEN for rank, wire in enumerate(net.wires)))
-    listens = next(rank for rank in (0, 1) if net.wires[rank].flow.links[1 - rank].control.routing_id)  # type: ignore[union-attr]
-    link = net.wires[listens].flow.links[1 - listens]
+    wait_for(lambda: all(wire.links.to(1 - rank).state is LinkState.OPEN for rank, wire in enumerate(net.wires)))
+    listens = next(rank for rank in (0, 1) if net.wires[rank].links.by_rank[1 - rank].channels[CONTROL].routing_id)
+    link = net.wires[listens].links.by_rank[1 - listens]
     context: Any = zmq.Context()
     stranger = context.socket(zmq.DEALER)
     try:
         for option, value in ((zmq.LINGER, 0), (zmq.PLAIN_USERNAME, b"worker"), (zmq.PLAIN_PASSWORD, password(SECRET))):
             stranger.set(option, value)
-        stranger.set(zmq.ROUTING_ID, link.control.routing_id)  # type: ignore[union-attr]
+        stranger.set(zmq.ROUTING_ID, link.channels[CONTROL].routing_id)
         stranger.connect(net.targets[listens].bulk)
         stranger.send(pack(BYE))
         wait_for(lambda: net.wires[listens]._doorman.dropped > 0)
@@ -187,7 +187,7 @@ def test_who_does_not_know_the_secret_gets_no_welcome(encrypts):
             stream.send_multipart([pack(HELLO, flags=3), dialled.prove(challenge)])
             with pytest.raises(zmq.Again):
                 stream.recv_multipart()
-        assert 1 not in net.wires[0].flow.links
+        assert 1 not in net.wires[0].links.by_rank
     finally:
         context.destroy(linger=0)
         net.close()

@@ -72,7 +72,7 @@ class Company:
     def begins(self, rank: int, round_: int) -> None:
         """The others know the first round of a worker that has joined."""
         for wire in self.net.wires:
-            wire.flow.link(rank).start = round_
+            wire.links.to(rank).start = round_
 
     def kill(self, rank: int) -> None:
         def die() -> None:
@@ -175,10 +175,10 @@ def test_one_that_does_not_dial_is_dialled(make):
     low, high = company.wire(0), company.wire(1)
     company.net.unreachable[0] = UnreachableError("there", "timed out")
     high.connect(0)
-    wait_for(lambda: high.flow.link(0).state is LinkState.BROKEN)
-    assert low.flow.links.get(1) is None
+    wait_for(lambda: high.links.to(0).state is LinkState.BROKEN)
+    assert low.links.by_rank.get(1) is None
     company.net.unreachable.clear()
-    wait_for(lambda: {wire.flow.link(1 - rank).state for rank, wire in enumerate((low, high))} == {LinkState.OPEN})
+    wait_for(lambda: {wire.links.to(1 - rank).state for rank, wire in enumerate((low, high))} == {LinkState.OPEN})
 
 
 DEATHS = [
@@ -345,7 +345,7 @@ def test_a_connection_that_breaks_is_made_again(make, near):
         chosen = random.Random(0)
         while not stop.wait(0.03):
             rank = chosen.randrange(4)
-            for connection in list(company.wire(rank).flow.links.values()):
+            for connection in list(company.wire(rank).links.by_rank.values()):
                 with contextlib.suppress(OSError, AttributeError):
                     connection.socket.shutdown(2)  # type: ignore[union-attr]
 
@@ -512,7 +512,7 @@ def test_a_worker_that_wakes_within_a_call_does_not_stop_it(make, comes):
         if rank == 2:
             return found
         time.sleep(DEAD_AFTER)
-        wait_for(lambda: company.wire(rank).flow.link(2).state is LinkState.OPEN)
+        wait_for(lambda: company.wire(rank).links.to(2).state is LinkState.OPEN)
         began = time.monotonic()
         found += control.gather("more")
         assert time.monotonic() - began < SOON
@@ -549,7 +549,7 @@ def test_nobody_meets_a_process_that_joins_before_its_first_round(make):
     company = make(2, ring(2))
     company.run(lambda rank, control: control.gather(rank))
     wire, edge = company.wire(0), Edge([0, 1], 0.5)
-    neighbours, link = WireNeighbours(wire, 0, DEAD_AFTER, 60.0), wire.flow.link(1)
+    neighbours, link = WireNeighbours(wire, 0, DEAD_AFTER), wire.links.to(1)
     link.start, link.round = 50, 51
     for round_, meets in ((10, False), (49, False), (50, True)):
         neighbours.announce(round_)
@@ -575,11 +575,9 @@ def test_a_worker_that_makes_rounds_is_waited_for(make):
 def test_a_message_that_is_none_costs_its_connection_only(make):
     company = make(3, ring(3))
     company.run(lambda rank, control: control.gather(rank))
-    company.wire(1).call(
-        lambda: company.wire(1).flow.send_note(0, (0, AGREEMENT, 0), b'["x",[[1,1,"x",["a"],"0","0"]],null,0]')
-    )
+    company.wire(1).call(lambda: company.wire(1).send_note(0, (0, AGREEMENT, 0), b'["x",[[1,1,"x",["a"],"0","0"]],null,0]'))
     deadline = time.monotonic() + 5
-    while company.wire(0).flow.link(1).closed is None:
+    while company.wire(0).links.to(1).why is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert company.wire(0)._thread.is_alive()

@@ -51,7 +51,7 @@ def test_what_a_thread_raises_is_told():
 
 def break_connections(replica: Any) -> None:
     wire = replica.world._wire
-    wire.call(lambda: [wire.flow.lose(link, "a test") for link in wire.flow.links.values()])
+    wire.call(lambda: [wire.connections.lose(link, "a test") for link in wire.links.by_rank.values()])
 
 
 def break_dial(replica: Any) -> None:

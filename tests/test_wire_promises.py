@@ -17,7 +17,6 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,16 +26,16 @@ import decent_dp
 from decent_dp.errors import WireError
 from decent_dp.topo import Edge
 from decent_dp.transport import ProcessGroupTransport, addresses, rendezvous
-from decent_dp.transport.flow import Flow
-from decent_dp.transport.hello import CONTROL, password
-from decent_dp.transport.messages import DATA, HEADER_BYTES, HELLO, HINT, LARGEST_FRAME, OFFERS, START, pack, unpack
+from decent_dp.transport.hello import BULK, CONTROL, password
+from decent_dp.transport.messages import DATA, HEADER_BYTES, HELLO, HINT, LARGEST_FRAME, START, pack
+from decent_dp.transport.pace import Pace
 from decent_dp.transport.peer_errors import UnreachableError
-from decent_dp.transport.peer_link import Channel, LinkState, Network, PeerLink, Rate, Receiving, Sending
+from decent_dp.transport.peer_link import Channel
 from decent_dp.transport.polling import Polling
 from decent_dp.transport.sockets import _OPEN, Curve, Event, Sockets, _inode_of
 from decent_dp.transport.wire import Reader
 from tests.helpers import error_of
-from tests.wires import SECONDS, SECRET, Net, content, make_doorman, receive, send, wait_for
+from tests.wires import SECONDS, SECRET, Net, Unwired, content, make_doorman, receive, send, wait_for
 
 # -- sockets -----------------------------------------------------------------------------------------------------------------
 
@@ -124,8 +123,7 @@ def test_the_end_of_the_bulk_connection_is_not_that_of_the_messages():
     try:
         net.connect()
         arrived = receive(net.wires[0], 1, (0, 0, 2), 1000)
-        bulk = net.wires[0].flow.links[1].bulk
-        assert bulk is not None
+        bulk = net.wires[0].links.by_rank[1].channels[BULK]
         net.wires[0].call(lambda: net.wires[0]._end(bulk))
         sent = content(0, 1000)
         send(net.wires[1], 0, (0, 0, 2), sent)
@@ -337,65 +335,27 @@ def test_a_busy_interpreter_is_not_silent(workers, encrypts):
 
 
 def test_a_rate_is_known_after_messages_that_take_less_than_its_interval():
-    rate, now = Rate(), 0.0
+    pace, now = Pace(), 0.0
     for _ in range(40):
-        rate.resume(now)
+        pace.want(10**5, now)
         now += 0.001
-        rate.count(10**5, now)
-        rate.pause(now)
+        pace.came(10**5, now)
         now += 1.0  # nothing is due
-    assert rate.value == pytest.approx(1e8, rel=0.1)
-
-
-class Links:
-    """A ``Flow`` with links to other nodes, and what it sends to each."""
-
-    def __init__(self, peers: int, local: frozenset[int] = frozenset()) -> None:
-        self.flow = Flow(0, local, Mock())
-        self.sent: dict[int, list[Any]] = {peer: [] for peer in range(1, peers + 1)}
-        self.lent = 0
-
-    def open(self, peer: int) -> None:
-        sent = self.sent[peer]
-
-        def send(part: Any, *_: Any, copy: bool = True) -> None:
-            sent.append(bytes(part))
-            self.lent += not copy
-
-        stream = SimpleNamespace(closed=False, send=send)
-        channels: list[Any] = [Channel(SimpleNamespace(zmq=stream), plane) for plane in (0, 1)]  # type: ignore[arg-type]
-        self.flow.open(self.flow.link(peer), b"uid", *channels)
-
-    def headers(self, peer: int, kind: int) -> list[Any]:
-        return [found for part in self.sent[peer] if len(part) == HEADER_BYTES and (found := unpack(part, peer)).kind == kind]
-
-    def post(self, peer: int, key: tuple[int, int, int], size: int) -> None:
-        def failed(error: BaseException) -> None:
-            raise error
-
-        self.flow.add_sending(Sending(peer, key, memoryview(bytearray(size)), lambda: None, failed, ready=size))
-
-    def wanted(self, peer: int, key: tuple[int, int, int], upto: int, size: int) -> None:
-        self.flow.hear(self.flow.link(peer), unpack(pack(START, key, 0 if key[2] else OFFERS, 0, upto, size), peer), b"")
-        self.flow.go_on()
+    assert pace.rate == pytest.approx(1e8, rel=0.1)
 
 
 def test_an_earlier_round_has_the_uplink_for_all_of_its_bytes_in_flight():
     """Also while one message is out, and the next one is not asked for yet."""
-    links = Links(2)
-    for peer in (1, 2):
-        links.open(peer)
-    size = 2**20
+    wires, size = Unwired(2), 2**20
     for bucket in (0, 1):
-        links.post(1, (3, bucket, 0), size)
-    links.post(2, (4, 0, 0), size)
-    links.wanted(1, (3, 0, 0), size, size)
-    links.wanted(2, (4, 0, 0), size, size)
-    assert sum(header.second for header in links.headers(1, DATA)) == size
-    assert links.headers(2, DATA) == []
-    links.flow.hear(links.flow.link(1), unpack(pack(START, (3, 0, 0), OFFERS, size, size, size), 1), b"")
-    links.flow.go_on()
-    assert sum(header.second for header in links.headers(2, DATA)) == size, "the uplink is free"
+        wires.post((3, bucket, 0), size)
+    wires.post((4, 0, 0), size, peer=2)
+    wires.start((3, 0, 0), 0, size, size)
+    wires.start((4, 0, 0), 0, size, size, peer=2)
+    assert sum(header.second for header in wires.headers(DATA)) == size
+    assert wires.headers(DATA, peer=2) == []
+    wires.start((3, 0, 0), size, size, size)
+    assert sum(header.second for header in wires.headers(DATA, peer=2)) == size, "the uplink is free"
 
 
 @pytest.mark.parametrize(
@@ -412,64 +372,42 @@ def test_an_earlier_round_has_the_uplink_for_all_of_its_bytes_in_flight():
 )
 def test_frames_are_as_large_as_the_network_is_fast(rate, granted, frame):
     """At least 16 KiB; an eighth of what is wanted, or what comes in 5 ms, up to 128 KiB and half of what is wanted."""
-    links = Links(1)
-    links.open(1)
-    links.flow.link(1).network.coming.value = rate
-    links.post(1, (3, 0, 0), 2**22)
-    links.wanted(1, (3, 0, 0), granted, 2**22)
-    assert links.headers(1, DATA)[0].second == frame
+    wires = Unwired()
+    wires.link.network.pace.rate = rate
+    wires.post((3, 0, 0), 2**22)
+    wires.start((3, 0, 0), 0, granted, 2**22)
+    assert wires.headers(DATA)[0].second == frame
 
 
 def test_a_hint_that_is_sent_before_there_is_a_connection_is_kept():
-    links = Links(1)
-    links.flow.send_hint(1, (0, 0, 1), b"hint")
-    links.open(1)
-    assert [header.key for header in links.headers(1, START)] == [(0, 0, 1)]
-    assert b"hint" in links.sent[1]
+    wires = Unwired()
+    wires.connections.lose(wires.link, "cut")
+    wires.sent[1].clear()
+    wires.flow.send_hint(1, (0, 0, 1), b"hint")
+    assert wires.sent[1] == []
+    wires.open()
+    assert b"hint" in wires.sent[1]
+    assert [header.key for header in wires.headers(START)] == [(0, 0, 1)]
 
 
 def test_inside_a_node_a_message_is_asked_for_at_once():
-    links = Links(1, frozenset({1}))
-    links.open(1)
-    asked = Receiving(1, (0, 0, 2), memoryview(bytearray(10**6)), lambda: None, lambda error: None)
-    links.flow.add_receiving(asked)
-    assert [header.second for header in links.headers(1, START)] == [10**6]
+    wires = Unwired(near=True)
+    wires.expect((0, 0, 2), 10**6)
+    assert [header.second for header in wires.headers(START)] == [10**6]
 
 
 def test_inside_a_node_nobody_says_that_a_message_has_arrived():
     """Threads are woken for each message: 'complete' on four workers of one node was slower by a quarter."""
-    done: list[str] = []
-    links = Links(1, frozenset({1}))
-    links.open(1)
-    sending = Sending(1, (0, 0, 2), memoryview(bytearray(2**20)), lambda: done.append("sent"), lambda error: None, ready=2**20)
-    links.flow.add_sending(sending)
-    links.wanted(1, (0, 0, 2), 2**20, 2**20)
+    wires, done = Unwired(near=True), list[str]()
+    wires.post((0, 0, 2), 2**20).done = lambda: done.append("sent")
+    wires.start((0, 0, 2), 0, 2**20, 2**20, offers=False)
     assert done == ["sent"]
-    assert links.lent == 0, "its memory is the caller's again"
-    link = links.flow.link(1)
-    links.flow.add_receiving(Receiving(1, (0, 0, 3), memoryview(bytearray(9)), lambda: done.append("read"), lambda error: None))
-    data = unpack(pack(DATA, (0, 0, 3), 0, 0, 9, 9), 1)
-    links.flow.memory_for(link, data)
-    links.flow.arrived(link, data)
+    assert wires.lent == 0, "its memory is the caller's again"
+    wires.headers(START)
+    wires.expect((0, 0, 3), 9).done = lambda: done.append("read")
+    wires.data((0, 0, 3), 0, 9, 9)
     assert done == ["sent", "read"]
-    assert len(links.headers(1, START)) == 1
-
-
-@pytest.mark.parametrize("size", [2**16 - 1, 2**20])
-def test_a_message_that_is_given_up_costs_its_connection_if_it_was_lent(size):
-    """libzmq may still read the memory, which is the caller's from now on. It has a copy of short messages."""
-    links = Links(1)
-    links.flow.dead_after = 1.0
-    links.open(1)
-    links.post(1, (3, 0, 0), size)
-    links.wanted(1, (3, 0, 0), size, size)
-    link = links.flow.link(1)
-    links.flow.recall(link, link.sendings[3, 0, 0])
-    assert (link.state is LinkState.OPEN) == (links.lent == 0) == (size < 2**16)
-    links.flow.lose(link, "by the test")
-    links.open(1)
-    links.flow.recall(link, link.sendings[3, 0, 0])
-    assert link.state is LinkState.OPEN, "nothing was lent over this connection yet"
+    assert len(wires.headers(START)) == 1
 
 
 def test_nothing_is_sent_on_a_connection_whose_socket_was_closed():
@@ -567,7 +505,7 @@ def test_who_sends_without_end_keeps_the_thread_for_a_bounded_time():
     polling.is_watched = lambda _: True  # type: ignore[method-assign]
     doorman: Any = SimpleNamespace(dropped=0)
     began = time.monotonic()
-    Reader(polling, NOBODY, doorman, NOBODY, NOBODY, NOBODY).read(noise, began + 0.05)
+    Reader(NOBODY, polling, doorman, NOBODY, NOBODY).read(noise, began + 0.05)
     assert time.monotonic() - began < 2
     assert doorman.dropped > 0
 
@@ -579,7 +517,7 @@ def test_a_routing_id_that_others_may_have_seen_is_of_one_connection(is_open):
     listener.events = lambda: [Event(zmq.EVENT_DISCONNECTED, 5)]
     polling, channel = Polling(None), Channel(listener, CONTROL, b"id", 5)  # type: ignore[arg-type]
     polling.accept([channel])
-    Reader(polling, NOBODY, NOBODY, NOBODY, NOBODY, NOBODY).read_events(listener)
+    Reader(NOBODY, polling, NOBODY, NOBODY, NOBODY).read_events(listener)
     assert ((listener, b"id") in polling.routes) == (not is_open), "elsewhere, what came before the end is read"
     assert polling.over == [channel]
 
@@ -752,9 +690,10 @@ def test_a_worker_of_another_version_is_named():
 
 def test_the_latency_is_that_of_requests():
     """Not of bytes that were asked for before the peer was in the exchange."""
-    link = PeerLink(1, Network(local=False))
-    link.count_wanted(100)
-    assert link.asked is None
-    link.count_wanted(-100)
-    link.count_wanted(100, asks=True)
-    assert link.asked is not None
+    pace = Pace()
+    pace.want(100, 1.0)
+    pace.came(100, 5.0)
+    assert pace.latency == 0.0
+    pace.want(100, 6.0, asks=True)
+    pace.came(100, 6.5)
+    assert pace.latency == 0.5

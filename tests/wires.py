@@ -12,15 +12,19 @@ from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 from decent_dp.transport.addresses import probe
+from decent_dp.transport.connections import Connections
 from decent_dp.transport.dialling import Target
 from decent_dp.transport.hello import Credentials, Identity, password
 from decent_dp.transport.listening import Doorman
-from decent_dp.transport.messages import Key
+from decent_dp.transport.messages import DATA, HEADER_BYTES, OFFERS, START, Header, Key, unpack
 from decent_dp.transport.peer_errors import UnreachableError
-from decent_dp.transport.peer_link import Receiving, Sending
+from decent_dp.transport.peer_link import Channel
+from decent_dp.transport.peer_links import PeerLinks
 from decent_dp.transport.sockets import Curve, Sockets
+from decent_dp.transport.transfers import Receiving, Sending
 from decent_dp.transport.wire import Wire
 
 SECONDS = 20.0
@@ -112,9 +116,9 @@ class Net:
         before = dict(self.unreachable)
         self.unreachable.update(dict.fromkeys(range(len(self.wires)), UnreachableError("there", "timed out")))
         for wire in self.wires:
-            peers = [peer for peer in wire.flow.links if rank in (peer, wire._identity.rank)]
+            peers = [peer for peer in wire.links.by_rank if rank in (peer, wire._identity.rank)]
             for peer in peers:
-                wire.call(lambda flow=wire.flow, peer=peer: flow.lose(flow.link(peer), "frozen by the test"))
+                wire.call(lambda wire=wire, peer=peer: wire.connections.lose(wire.links.to(peer), "frozen by the test"))
 
         def thaw() -> None:
             self.unreachable.clear()
@@ -129,6 +133,75 @@ class Net:
         for thread in closing:
             thread.join(SECONDS)
             assert not thread.is_alive()
+
+
+def make_connections(rank: int = 0, local: frozenset[int] = frozenset(), hang_up: Callable[[Any], None] = id) -> Connections:
+    """Of a worker without sockets and threads."""
+    return Connections(rank, PeerLinks(local), Mock(leaving={}, hang_up=hang_up), Mock(), 10.0)
+
+
+class Unwired:
+    """Worker 0 without sockets and threads, and what it sends to each of its peers.
+
+    Attributes:
+        lent: how many bodies were sent without a copy.
+        hung_up: connections that were closed.
+    """
+
+    def __init__(self, peers: int = 1, *, near: bool = False) -> None:
+        self.hung_up: list[Channel] = []
+        self.connections = make_connections(0, frozenset(range(1, peers + 1) if near else ()), self.hung_up.append)
+        self.flow, self.links = self.connections.flow, self.connections.links
+        self.sent: dict[int, list[bytes]] = {peer: [] for peer in range(1, peers + 1)}
+        self.lent = 0
+        for peer in self.sent:
+            self.open(peer)
+        self.link = self.links.to(1)
+
+    def open(self, peer: int = 1) -> None:
+        def send(part: Any, *_: Any, copy: bool = True) -> None:
+            self.sent[peer].append(bytes(part))
+            self.lent += not copy
+
+        socket: Any = SimpleNamespace(zmq=SimpleNamespace(closed=False, send=send))
+        self.connections.open(self.links.to(peer), b"uid", *(Channel(socket, plane) for plane in (0, 1)))
+
+    def headers(self, kind: int, peer: int = 1) -> list[Header]:
+        """Of the messages that were sent since the last look."""
+        found = [unpack(part, peer) for part in self.sent[peer] if len(part) == HEADER_BYTES]
+        self.sent[peer].clear()
+        return [header for header in found if header.kind == kind]
+
+    def post(self, key: Key, size: int, peer: int = 1) -> Sending:
+        sending = message(Sending, key, size, peer, ready=size)
+        self.flow.add_sending(sending)
+        return sending
+
+    def expect(self, key: Key, size: int) -> Receiving:
+        receiving = message(Receiving, key, size)
+        self.flow.add_receiving(receiving)
+        return receiving
+
+    def start(self, key: Key, had: int, wanted: int, size: int, peer: int = 1, *, offers: bool = True) -> None:
+        """A START has come."""
+        header = Header(START, OFFERS if offers else 0, 0, key, had, wanted, size)
+        self.flow.hear_start(self.links.to(peer), header, b"")
+        self.flow.go_on()
+
+    def data(self, key: Key, begin: int, length: int, size: int) -> bool:
+        """A part of a message has come. Returns whether it was wanted."""
+        header = Header(DATA, 0, 0, key, begin, length, size)
+        wanted = self.flow.memory_for(self.link, header) is not None
+        if wanted:
+            self.flow.arrived(self.link, header)
+        return wanted
+
+
+def message(kind: Any, key: Key, size: int, peer: int = 1, **settings: Any) -> Any:
+    def failed(error: BaseException) -> None:
+        raise error
+
+    return kind(peer, key, memoryview(bytearray(size)), lambda: None, failed, **settings)
 
 
 def make_doorman(read_events: Callable[[Any], None] = lambda _: None) -> Doorman:

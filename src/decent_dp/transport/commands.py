@@ -7,6 +7,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 from decent_dp.errors import PeerLostError
@@ -59,6 +60,21 @@ class Commands:
                 self._woken = True
                 with contextlib.suppress(BlockingIOError):
                     os.write(self._waker, b"!")
+
+    def run_there(self, command: Callable[[], None]) -> None:
+        """As ``call``, and waits until it has run. An error of it ends this worker, and is raised here, too."""
+        future: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                command()
+            except BaseException as error:
+                future.set_exception(error)
+                raise
+            future.set_result(None)
+
+        self.call(run)
+        future.result()
 
     def look_up(self, find: Callable[[], T], then: Callable[[T], None], name: str) -> bool:
         """Has a thread of its own call ``find``, which may block, and this one ``then`` with what it returns. Returns whether

@@ -14,7 +14,7 @@ import zmq
 
 from decent_dp.errors import WireError
 from decent_dp.transport.commands import Commands
-from decent_dp.transport.flow import Flow
+from decent_dp.transport.connections import Connections
 from decent_dp.transport.hello import BULK, CONTROL, Credentials, CrossingError, Dialled, Identity, ReplacedError
 from decent_dp.transport.messages import HELLO, REFUSED, pack, unpack
 from decent_dp.transport.peer_errors import GreetingError, UnreachableError
@@ -90,8 +90,7 @@ class Dialler:
 
     Args:
         find: returns where a process of a worker listens, by its rank and incarnation, if somebody does; blocking.
-        timeout: seconds that a worker has to answer.
-        goes_first: whether this worker dials another one at once.
+        timeout: seconds that a worker has to answer, if it does not count as dead before.
     """
 
     def __init__(
@@ -99,14 +98,15 @@ class Dialler:
         credentials: Credentials,
         sockets: Sockets,
         commands: Commands,
-        flow: Flow,
+        connections: Connections,
         polling: Polling,
         find: Callable[[int, int], Target],
         timeout: float,
-        goes_first: Callable[[int], bool],
     ) -> None:
-        self._credentials, self._sockets, self._commands, self._flow = credentials, sockets, commands, flow
-        self._polling, self._find, self._timeout, self._goes_first = polling, find, timeout, goes_first
+        self._credentials, self._sockets, self._commands = credentials, sockets, commands
+        self._connections, self._links = connections, connections.links
+        self._polling, self._find = polling, find
+        self._timeout = min(timeout, sockets.dead_after)
         # When each peer is dialled next; infinite while it is being dialled.
         self._due: dict[int, float] = {}
         self._pauses: dict[int, float] = {}
@@ -114,9 +114,14 @@ class Dialler:
         self._attempts: dict[int, _Attempt] = {}
         self._ends: dict[Socket, _End] = {}
 
+    def goes_first(self, peer: int) -> bool:
+        """Whether this worker dials another one at once, and not only if that one has not."""
+        own = self._credentials.identity
+        return (self._links.known(peer).incarnation, peer) < (own.incarnation, own.rank)
+
     def want(self, peer: int) -> None:
         """A connection is needed. It is tried until it is there, or the peer is gone."""
-        now, waits = time.monotonic(), self._flow.link(peer).state is LinkState.NEW and not self._goes_first(peer)
+        now, waits = time.monotonic(), self._links.to(peer).state is LinkState.NEW and not self.goes_first(peer)
         self._wanted_at.setdefault(peer, now)
         self._due.setdefault(peer, now + _OTHER_FIRST if waits else 0.0)
 
@@ -130,7 +135,7 @@ class Dialler:
                 why = "only one of its two ports does: see the firewall (DECENT_DP_PORTS)" if ports else "it may be stopped"
                 self._end(attempt, GreetingError(f"worker {attempt.peer} has not answered{where} in time, {why}"))
         for peer, due in list(self._due.items()):
-            link = self._flow.link(peer)
+            link = self._links.to(peer)
             if link.is_connected or link.state is LinkState.GONE:
                 self._forget(peer)
             elif now >= due:
@@ -149,18 +154,18 @@ class Dialler:
 
     def _look_up(self, peer: int) -> Callable[[], None]:
         """Returns what is to be done then in the transport's thread."""
-        incarnation = self._flow.link(peer).incarnation
+        incarnation = self._links.to(peer).incarnation
         try:
             return partial(self._dial, peer, incarnation, self._find(peer, incarnation))
         except (OSError, RuntimeError) as error:
             return partial(self._failed, peer, error)
 
     def _dial(self, peer: int, incarnation: int, target: Target) -> None:
-        link = self._flow.link(peer)
+        link = self._links.to(peer)
         if link.is_connected or link.state is LinkState.GONE or link.incarnation != incarnation:
             self._try_again(peer)
             return
-        if link.state is LinkState.BROKEN and not self._goes_first(peer) and time.monotonic() < link.since + _OTHER_FIRST:
+        if link.state is LinkState.BROKEN and not self.goes_first(peer) and time.monotonic() < link.since + _OTHER_FIRST:
             self._try_again(peer)  # the peer still listens, and dials; if its process ends, that is noticed at once
             return
         self._attempts[peer] = _Attempt(peer, target, time.monotonic() + self._timeout)
@@ -264,7 +269,7 @@ class Dialler:
     # -- the outcome ------------------------------------------------------------------------------------------------------
 
     def _connected(self, peer: int, other: Identity, channels: list[Channel]) -> None:
-        link = self._flow.link(peer)
+        link = self._links.to(peer)
         self._due[peer] = time.monotonic() + _LAST  # if this one is lost at once
         is_same = link.uid in (b"", other.uid) and link.incarnation == other.incarnation
         if link.is_connected or link.state is LinkState.GONE or not is_same:
@@ -272,7 +277,7 @@ class Dialler:
                 self._polling.forget(channel.socket)
             return
         # A process that has joined, or wants to, may be no member for the other one yet.
-        open_ = self._flow.open_joining if self._credentials.identity.incarnation else self._flow.open
+        open_ = self._connections.open_joining if self._credentials.identity.incarnation else self._connections.open
         open_(link, other.uid, *channels)
 
     def _try_again(self, peer: int) -> None:
@@ -280,28 +285,28 @@ class Dialler:
         self._due[peer] = time.monotonic() + self._pauses[peer]
 
     def _failed(self, peer: int, error: Exception) -> None:
-        link = self._flow.link(peer)
-        self._flow.replaced |= isinstance(error, ReplacedError)
+        link = self._links.to(peer)
+        self._connections.replaced |= isinstance(error, ReplacedError)
         _log.debug("worker %d cannot be reached: %s", peer, error)
         self._try_again(peer)
         if link.is_connected or isinstance(error, CrossingError):
             return
-        link.lost = error if isinstance(error, OSError) else ConnectionError(str(error))
+        link.why = error if isinstance(error, OSError) else ConnectionError(str(error))
         is_refused = isinstance(error, UnreachableError) and error.is_refused
         if not link.uid or is_refused or isinstance(error, ReplacedError):  # else it is made again soon
             link.fail_questions()
         is_greeting = isinstance(error, (GreetingError, TimeoutError))
         if is_refused and link.network.local:
-            self._flow.give_up(link, "nobody listens at its address")
+            self._connections.give_up(link, "nobody listens at its address")
         elif is_refused and link.state is LinkState.BROKEN:
             # Its process has ended, or a firewall answers in its place: it counts as dead sooner than one that is silent.
             if not link.refused:
-                ago = (1 - _ENDED) * self._flow.dead_after
+                ago = (1 - _ENDED) * self._sockets.dead_after
                 link.heard = min(link.heard, time.monotonic() - ago)
             link.refused = True
         elif link.state is LinkState.NEW:
             wanted_at = self._wanted_at.get(peer, link.since)
             # Where a greeting fails, the peer may get through itself, if it needs this worker, too, by now.
-            if not is_greeting or self._goes_first(peer) or time.monotonic() - wanted_at >= self._timeout:
+            if not is_greeting or self.goes_first(peer) or time.monotonic() - wanted_at >= self._timeout:
                 link.enter(LinkState.BROKEN)
                 link.heard = wanted_at

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decent_dp.transport.handles import DOWN, UP, WireHandle, key_of
+from decent_dp.transport.handles import WireHandle, key_of
 from decent_dp.transport.interface import ExchangeRequest
-from decent_dp.transport.messages import Key
-from decent_dp.transport.peer_link import Receiving, Sending
+from decent_dp.transport.messages import DOWN, UP, Key
+from decent_dp.transport.transfers import Receiving, Sending
 from decent_dp.transport.wire import Wire
 
 __all__ = ["Branch", "BufferPool", "GroupExchange", "Place", "bytes_of", "find_place", "group_by_node"]

@@ -11,20 +11,14 @@ from typing import TypeAlias
 from decent_dp.errors import WireError
 from decent_dp.transport.interface import ExchangeRequest, Handle
 from decent_dp.transport.messages import HINT, Key
-from decent_dp.transport.peer_link import PairExchange
+from decent_dp.transport.transfers import PairExchange
 from decent_dp.transport.votes import ExchangeId, Verdict
 from decent_dp.transport.wire import Wire
 
-__all__ = ["DOWN", "UP", "WHOLE", "AllNeeded", "PeerExplain", "Policy", "WireHandle", "key_of"]
+__all__ = ["AllNeeded", "PeerExplain", "Policy", "WireHandle", "key_of"]
 
 # Turns a broken connection, or a timeout, into an error that names these workers.
 PeerExplain: TypeAlias = Callable[[Exception, list[int]], RuntimeError]
-
-# Slots of an exchange: the only message of a pair, the hint (HINT), and the messages of a group, for each chunk one up the tree
-# and one down. Messages with an even slot need these two workers only; a mean, which goes down, needs others, too.
-WHOLE = 0
-UP = 2
-DOWN = 3
 
 # Seconds between two looks at the peers of an exchange, in case that one is gone or silent.
 _LOOK_AT_PEERS = 0.25
@@ -92,7 +86,7 @@ class WireHandle(Handle):
             self.arrive()
             return
         self.verdict, self._error_peer = verdict, peer
-        self._wire.hints.forget(key_of(self.exchange_id, HINT))
+        self._wire.flow.hints.forget(key_of(self.exchange_id, HINT))
         self._read.set()
         self._done.set()
 
@@ -131,13 +125,17 @@ class WireHandle(Handle):
 
     def last_progress(self) -> float:
         """When bytes last moved between this worker and one of the others: those are progress, however long a message is."""
-        return max(self._wire.last_progress(peer) for peer in self.others)
+        return max(self._wire.links.known(peer).moved for peer in self.others)
 
     def missing(self) -> list[int]:
         """The workers that keep the exchange waiting, as far as this worker can know."""
         hint = key_of(self.exchange_id, HINT)
-        without_hint = [peer for peer in self.others if self._wire.hints.lacks(peer, hint)]
-        slots = {peer: self._wire.open_slots(peer, hint[:2]) for peer in self.others}
+        without_hint = [peer for peer in self.others if self._wire.flow.hints.lacks(peer, hint)]
+        # Of the messages that are yet to come, or to go.
+        slots: dict[int, list[int]] = {}
+        for peer in self.others:
+            link = self._wire.links.known(peer)
+            slots[peer] = [key[2] for key in (*list(link.receivings), *list(link.sendings)) if key[:2] == hint[:2]]
         behind = [peer for peer in self.others if any(slot % 2 == 0 for slot in slots[peer])]
         # A peer that has begun and sends no mean waits for another worker.
         rest = [peer for peer in self.others if not slots[peer]]
@@ -209,7 +207,7 @@ class AllNeeded(Policy):
         if not ended:
             self._expired_at = self._wire.now()
         for pair in handle.pairs:
-            self._wire.call(partial(self._wire.flow.settlement.drop, pair))
+            self._wire.call(partial(self._wire.settlement.drop, pair))
         for peer in missing:
             error = self._wire.why_lost(peer)
             if isinstance(error, ConnectionError):

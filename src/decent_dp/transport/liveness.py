@@ -1,4 +1,4 @@
-"""What a worker knows of the others from its connections, where faults are tolerated."""
+"""What a worker knows of the others from its connections, where faults are tolerated, and how long it waits for them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
 
 from decent_dp.topo import Edge
 from decent_dp.transport.handles import PeerExplain, Policy, WireHandle
 from decent_dp.transport.neighbours import Neighbours
-from decent_dp.transport.peer_link import LinkState, PairExchange, PeerLink
+from decent_dp.transport.peer_link import LinkState, PeerLink
 from decent_dp.transport.sockets import SILENT
+from decent_dp.transport.transfers import PairExchange
 from decent_dp.transport.votes import ExchangeId
 from decent_dp.transport.wire import Wire
 
-T = TypeVar("T")
-
-__all__ = ["WireNeighbours"]
+__all__ = ["HolesAllowed", "WireNeighbours"]
 
 # Seconds in which a process that was stopped reads what came meanwhile.
 _OLD = 0.1
@@ -40,19 +38,19 @@ _COMING = 0.4
 _ANSWER = 0.05
 
 
-class WireNeighbours(Neighbours, Policy):
+class WireNeighbours(Neighbours):
     """Reads the connections from any thread, and leaves changes to the transport's thread.
 
-    Args:
+    Attributes:
         dead_after: as of ``Tolerate``.
-        timeout: seconds without any progress after which an exchange is dropped.
+        step: the median of the seconds that the last rounds have taken.
     """
 
-    def __init__(self, wire: Wire, rank: int, dead_after: float, timeout: float) -> None:
-        self._wire, self._flow, self._rank = wire, wire.flow, rank
-        self._dead_after, self._timeout = dead_after, timeout
+    def __init__(self, wire: Wire, rank: int, dead_after: float) -> None:
+        self._wire, self._links, self._rank = wire, wire.links, rank
+        self.dead_after = dead_after
         # When this worker entered its round, and the seconds of its last rounds.
-        self._announced = self._step = 0.0
+        self._announced = self.step = 0.0
         self._steps: deque[float] = deque(maxlen=_STEPS)
         # The last round in which exchanges are started. It must not change between a round and its exchanges.
         self._last = math.inf
@@ -66,17 +64,17 @@ class WireNeighbours(Neighbours, Policy):
             round_ < link.start
             or link.state not in (LinkState.NEW, LinkState.OPEN)  # a new connection is made with the exchange
             or link.votes.has_dropped(round_, bucket)
-            or link.on_break(round_)
-            for link in filter(None, map(self._flow.links.get, self._others(edge)))
+            or link.lateness.on_break(round_)
+            for link in map(self._links.known, self._others(edge))
         )
 
     def has_dropped(self, others: Sequence[int], exchange_id: ExchangeId) -> bool:
-        found = filter(None, map(self._flow.links.get, others))
+        found = map(self._links.known, others)
         return any(link.votes.has_dropped(exchange_id.round, exchange_id.bucket) for link in found)
 
     def skip(self, edge: Edge, exchange_id: ExchangeId) -> None:
         for peer in self._others(edge):
-            self._wire.call(partial(self._flow.settlement.skip, peer, exchange_id.round, exchange_id.bucket))
+            self._wire.call(partial(self._wire.settlement.skip, peer, exchange_id.round, exchange_id.bucket))
 
     def fail(self, error: Exception) -> None:
         self._wire.commands.fail(error)
@@ -85,19 +83,20 @@ class WireNeighbours(Neighbours, Policy):
         self._wire.commands.refuse_failed()
 
     def announce(self, round_: int) -> None:
-        self._flow.paused = False
-        now, last = time.monotonic(), self._flow.round
+        """This worker is in a round; heartbeats say it."""
+        self._links.paused = False
+        now, last = time.monotonic(), self._links.round
         if last >= 0 and round_ > last:
             self._steps.append((now - self._announced) / (round_ - last))
-            self._step = statistics.median(self._steps)
+            self.step = statistics.median(self._steps)
         if round_ > last:
             with self._lock:
-                self._announced, self._flow.round = now, round_
+                self._announced, self._links.round = now, round_
 
     def round_of(self, rank: int) -> int:
-        link = self._flow.links.get(rank)
+        link = self._links.known(rank)
         # The rounds of a process that has joined begin later: it is not ahead of this worker.
-        return -1 if link is None or self._flow.round < link.start else link.round
+        return -1 if self._links.round < link.start else link.round
 
     def living(self) -> list[int]:
         return self._peers(lambda link: link.state is LinkState.OPEN)
@@ -105,9 +104,9 @@ class WireNeighbours(Neighbours, Policy):
     @property
     def is_awake(self) -> bool:
         since = time.monotonic() - self._wire.woke()
-        if since > self._dead_after:
+        if since > self.dead_after:
             return True
-        known = [c for c in list(self._flow.links.values()) if c.state in (LinkState.OPEN, LinkState.BROKEN)]
+        known = [c for c in list(self._links.by_rank.values()) if c.state in (LinkState.OPEN, LinkState.BROKEN)]
         heard = [c for c in known if c.state is LinkState.OPEN and c.heard > self._wire.woke() + _OLD]
         return heard == known if since < _BEATS * self._wire.interval else bool(heard)
 
@@ -115,7 +114,7 @@ class WireNeighbours(Neighbours, Policy):
         return self._peers(lambda c: c.state is not LinkState.NEW and self._wire.patience(c.peer, 0.0) <= 0)
 
     def lost(self) -> list[int]:
-        return self._peers(lambda link: link.silence(self._wire.now()) >= self._dead_after)
+        return self._peers(lambda link: link.silence(self._wire.now()) >= self.dead_after)
 
     def ended(self) -> list[int]:
         return self._peers(lambda link: link.state is LinkState.GONE)
@@ -125,26 +124,23 @@ class WireNeighbours(Neighbours, Policy):
 
     @property
     def is_paused(self) -> bool:
-        return self._flow.paused
+        return self._links.paused
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        self._flow.paused = True
-        self._wire.call(self._flow.beat_all)
+        self._links.paused = True
+        self._wire.call(self._links.beat_all)
         try:
             yield
         finally:
-            self._flow.paused = False
+            self._links.paused = False
             with contextlib.suppress(RuntimeError):  # the transport was closed
-                self._wire.call(self._flow.beat_all)
-
-    def begin(self, bucket: int) -> None:
-        self._run(lambda: self._flow.begin(bucket))
+                self._wire.call(self._links.beat_all)
 
     def reserve_until(self, seconds: float, least: int) -> int:
         with self._lock:
-            ahead = max(least, math.ceil(seconds / self._step) if self._step else 0)
-            last = max(self._flow.round, 0) + ahead
+            ahead = max(least, math.ceil(seconds / self.step) if self.step else 0)
+            last = max(self._links.round, 0) + ahead
             self._last = min(self._last, last)
         return last
 
@@ -154,18 +150,18 @@ class WireNeighbours(Neighbours, Policy):
 
     def enter_epoch(self, number: int) -> None:
         with self._lock:  # two threads come to epochs
-            self._flow.epoch = max(self._flow.epoch, number)
-        self._wire.call(self._flow.beat_all)
+            self._links.epoch = max(self._links.epoch, number)
+        self._wire.call(self._links.beat_all)
 
     def newest_epoch(self) -> int:
-        return max((link.epoch for link in list(self._flow.links.values()) if link.state is LinkState.OPEN), default=0)
+        return max((link.epoch for link in list(self._links.by_rank.values()) if link.state is LinkState.OPEN), default=0)
 
     def renew(self, rank: int, incarnation: int, start: int) -> None:
         self._wire.renew(rank, incarnation, start)
 
     @property
     def replaced(self) -> bool:
-        return self._flow.replaced
+        return self._wire.connections.replaced
 
     def serve(self, answer: Callable[[int, int, bytes], bytes]) -> None:
         self._wire.requests.serve(answer)
@@ -173,83 +169,77 @@ class WireNeighbours(Neighbours, Policy):
     def ask(self, rank: int, incarnation: int, request: bytes) -> Future[bytes]:
         return self._wire.requests.ask(rank, incarnation, request)
 
-    # -- a single exchange --------------------------------------------------------------------------------------------
+    def _others(self, edge: Edge) -> list[int]:
+        return [rank for rank in edge.ranks if rank != self._rank]
+
+    def _peers(self, chosen: Callable[[PeerLink], bool]) -> list[int]:
+        return sorted(link.peer for link in list(self._links.by_rank.values()) if chosen(link))
+
+
+class HolesAllowed(Policy):
+    """With ``faults=``: an exchange with a worker that is gone, silent or late ends with a verdict.
+
+    Args:
+        neighbours: know how long a step takes.
+        timeout: seconds without any progress after which an exchange is dropped.
+    """
+
+    def __init__(self, wire: Wire, neighbours: WireNeighbours, timeout: float) -> None:
+        self._wire, self._neighbours = wire, neighbours
+        self._dead_after, self._timeout = neighbours.dead_after, timeout
 
     def seconds_left(self, handle: WireHandle, began: float, now: float) -> float:
         [pair] = handle.pairs
         in_doubt = self._end_of_doubt(pair) - now
         if pair.abandoned:
             return in_doubt
-        lively = self._wire.patience(pair.receiving.peer, began)
+        lively = self._wire.patience(pair.peer, began)
         active = max(began, handle.last_progress()) + self._timeout - now
         return min(in_doubt, lively, self.expected_end(pair, began) - now, active)
 
     def give_up(self, handle: WireHandle) -> None:
         [pair] = handle.pairs
-        now, settlement = self._wire.now(), self._flow.settlement
+        now, settlement = self._wire.now(), self._wire.settlement
         if now >= self._end_of_doubt(pair):
-            self._run(lambda: settlement.drop(pair))
+            self._wire.commands.run_there(lambda: settlement.drop(pair))
             return
         pair.abandoned = True
-        is_late = self._wire.patience(pair.receiving.peer, now) > 0 and now >= self.expected_end(pair, now)
-        self._run(lambda: settlement.abandon(pair, late=is_late))
-
-    def _end_of_doubt(self, pair: PairExchange) -> float:
-        if not pair.voted:
-            return math.inf
-        peer = pair.receiving.peer
-        if self._wire.has_ended(peer):  # nobody will vote
-            return pair.voted
-        return max(pair.voted, self._wire.last_progress(peer)) + SILENT * self._dead_after
+        is_late = self._wire.patience(pair.peer, now) > 0 and now >= self.expected_end(pair, now)
+        self._wire.commands.run_there(lambda: settlement.abandon(pair, late=is_late))
 
     def end_without(self, explain: PeerExplain, peer: int) -> None:
         return
 
-    def _run(self, call: Callable[[], T]) -> T:
-        """Waits until the transport's thread has called it."""
-        future: Future[T] = Future()
+    def waited(self, handle: WireHandle, began: float) -> None:
+        [pair] = handle.pairs
+        lateness = self._wire.links.known(pair.peer).lateness
+        lateness.waited(pair, began, self._neighbours.step, _COMING * self._dead_after)
 
-        def run() -> None:
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
-                raise
-
-        self._wire.call(run)
-        return future.result()
+    def _end_of_doubt(self, pair: PairExchange) -> float:
+        if not pair.voted:
+            return math.inf
+        if self._wire.has_ended(pair.peer):  # nobody will vote
+            return pair.voted
+        return max(pair.voted, self._wire.links.known(pair.peer).moved) + SILENT * self._dead_after
 
     def expected_end(self, pair: PairExchange, began: float) -> float:
-        """When an exchange is late (``PeerLink.expected_end``), on the monotonic clock. ``began``: when the wait did.
+        """When an exchange is late (``Lateness.expected_end``), on the monotonic clock. ``began``: when the wait did.
 
         Messages are late only if their peer was heard since then: it is asked for a sign of life, and answers it at once. So a
         peer that is stopped is waited for until it is silent. Where exchanges are slow, a peer that is not in this one yet is
         asked, too: it may be in an earlier one. One that is too busy to answer is not waited for longer than the silent; if it
-        is in this one it is, as giving up bytes on their way may cost the connection (``Flow.recall``).
+        is in this one it is, as giving up bytes on their way may cost the connection (``Settlement.drop``).
         """
-        link = self._flow.links.get(pair.receiving.peer)
-        if link is None:
-            return math.inf
-        if not pair.joined and link.epoch > self._flow.epoch:
+        links = self._wire.links
+        link = links.known(pair.peer)
+        if not pair.joined and link.epoch > links.epoch:
             return pair.opened  # it may make other rounds, without this worker
-        link.patience = min(link.patience, _COMING * self._dead_after)
-        end = link.expected_end(pair, began, max(self._step, _LATE))
-        asks = pair.joined or (link.is_slow(pair.bucket) and link.state is LinkState.OPEN)
+        link.lateness.patience = min(link.lateness.patience, _COMING * self._dead_after)
+        end = link.lateness.expected_end(pair, began, max(self._neighbours.step, _LATE), paused=link.paused)
+        asks = pair.joined or (link.lateness.is_slow(pair.bucket) and link.state is LinkState.OPEN)
         answered, now = link.heard if pair.joined else link.told, self._wire.now()
         limit = math.inf if pair.joined else end + SILENT * self._dead_after
         if not asks or now < end or answered > end or now > limit:
             return end
-        self._wire.call(lambda: self._flow.beat(link, ask=True))
+        self._wire.call(lambda: links.beat(link, ask=True))
         return time.monotonic() + _ANSWER
-
-    def waited(self, handle: WireHandle, began: float) -> None:
-        [pair] = handle.pairs
-        link = self._flow.links.get(pair.receiving.peer)
-        if link is not None:
-            link.waited(pair, began, self._step, _COMING * self._dead_after)
-
-    def _others(self, edge: Edge) -> list[int]:
-        return [rank for rank in edge.ranks if rank != self._rank]
-
-    def _peers(self, chosen: Callable[[PeerLink], bool]) -> list[int]:
-        return sorted(link.peer for link in list(self._flow.links.values()) if chosen(link))

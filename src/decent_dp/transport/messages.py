@@ -28,39 +28,6 @@ from typing import NamedTuple, TypeAlias
 
 from decent_dp.errors import WireError
 
-__all__ = [
-    "ACK",
-    "AGREEMENT",
-    "ANSWERS",
-    "ASK",
-    "ASKS",
-    "BEAT",
-    "BLOCK",
-    "BLOCKS",
-    "BYE",
-    "CALL",
-    "DATA",
-    "DROP",
-    "GOT",
-    "HEADER_BYTES",
-    "HELLO",
-    "HINT",
-    "LARGEST_FRAME",
-    "MOVES",
-    "OFFERS",
-    "PAUSES",
-    "REFUSED",
-    "START",
-    "STATE",
-    "VERSION",
-    "VOTE",
-    "Header",
-    "Key",
-    "check_size",
-    "pack",
-    "unpack",
-]
-
 # (round, bucket, slot): what a message is. Slots number the messages of one exchange.
 Key: TypeAlias = tuple[int, int, int]
 
@@ -77,8 +44,14 @@ CALL = 7
 BLOCK = 8
 STATE = 9
 BYE = 10
-# The slot of a hint: what the others of an exchange need to encode for it, the body of its START.
+# Slots of an exchange: the only message of a pair in each direction;
+WHOLE = 0
+# a hint: what the others need to encode for it, the body of its START;
 HINT = 1
+# and the messages of a group, for each chunk one up the tree and one down. Messages with an even slot need these two workers
+# only; a mean, which goes down, needs others, too.
+UP = 2
+DOWN = 3
 # Flag of a VOTE: the sender has the whole message, and mixes if the other has one, too.
 GOT = 6
 # Of a VOTE: it leaves the exchange out.

@@ -21,6 +21,7 @@ class Polling:
         owners: by dialled socket: its connection, once it is open.
         routes, accepted: connections that others have made, by listener and routing id, and by listener and descriptor.
         over: connections that have ended.
+        leaving: those that stay open for a while though their link is over, and until when.
     """
 
     def __init__(self, sockets: Sockets) -> None:
@@ -31,6 +32,7 @@ class Polling:
         self.routes: dict[tuple[Socket, bytes], Channel] = {}
         self.accepted: dict[tuple[Socket, int], Channel] = {}
         self.over: list[Channel] = []
+        self.leaving: dict[Channel, float] = {}
 
     def add(self, source: Any) -> None:
         """Polls a descriptor, or a socket without a monitor."""

@@ -24,7 +24,7 @@ from decent_dp.transport.control_plane import ControlPlane
 from decent_dp.transport.hello import Credentials, Identity, password
 from decent_dp.transport.in_process import InProcessTransport, alone
 from decent_dp.transport.interface import Control, ExchangeRequest, Handle, Transport
-from decent_dp.transport.liveness import WireNeighbours
+from decent_dp.transport.liveness import HolesAllowed, WireNeighbours
 from decent_dp.transport.nccl import AllReduceGroups, NcclPairs
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.peer_errors import Notes, peer_error
@@ -221,7 +221,7 @@ class ProcessGroupTransport(Transport):
             lambda peer, incarnation: find(shared, peer, self._dial_seconds, incarnation, sockets.dead_after),
             self.timeout,
         )
-        self._known = WireNeighbours(self._wire, shared.rank, sockets.dead_after, self.timeout)
+        self._known = WireNeighbours(self._wire, shared.rank, sockets.dead_after)
         self._control = self._collectives("start", _START)
         self._exchanges = WireExchanges(self._wire, shared.rank, shared.node_of, self._waiter, self.timeout, self.explain)
 
@@ -279,12 +279,12 @@ class ProcessGroupTransport(Transport):
         return self._process_group if len(ranks) == self.world_size else self._groups.get(tuple(sorted(ranks)))
 
     def begin(self, bucket: int) -> None:
-        self._known.begin(bucket)
+        self._wire.commands.run_there(lambda: self._wire.links.begin(bucket))
 
     def announce(self, round_: int) -> None:
         self._known.announce(round_)
         if self._rendezvous.nccl and self._faults is None:  # else the messages of exchanges say it
-            self._wire.call(self._wire.flow.beat_all)
+            self._wire.call(self._wire.links.beat_all)
 
     def newest_round(self) -> int:
         return max(map(self._known.round_of, self._known.living()), default=-1)
@@ -304,17 +304,18 @@ class ProcessGroupTransport(Transport):
         if not self._rendezvous.incarnation:  # a process that joins looks up those that it meets
             self._rendezvous.look_up_addresses()
         self._faults = faults
-        self.neighbours = self.table = self._exchanges.policy = self._known
+        self.neighbours = self.table = self._known
+        self._exchanges.policy = HolesAllowed(self._wire, self._known, self.timeout)
         self._control = self._collectives("call", _CALLS)
         return self.neighbours
 
     @property
     def one_sided(self) -> int:
-        return self._wire.flow.settlement.one_sided
+        return self._wire.settlement.one_sided
 
     @property
     def reconnects(self) -> int:
-        return self._wire.flow.reconnects
+        return self._wire.connections.made_again
 
     def leave_process_group(self) -> None:
         self._process_group = None

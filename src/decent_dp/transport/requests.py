@@ -11,11 +11,11 @@ from functools import partial
 from typing import TypeAlias
 
 from decent_dp.transport.commands import Commands
-from decent_dp.transport.flow import Flow
+from decent_dp.transport.hello import BULK
 from decent_dp.transport.messages import ANSWERS, STATE, Header, Key, pack
 from decent_dp.transport.peer_link import Channel, LinkState, PeerLink
-from decent_dp.transport.repeats import Repeats
-from decent_dp.transport.waiter import start_thread
+from decent_dp.transport.peer_links import PeerLinks
+from decent_dp.transport.waiter import Repeats, start_thread
 
 __all__ = ["Requests"]
 
@@ -34,8 +34,8 @@ class Requests:
         want: makes sure that there will be a connection to a worker; for the transport's thread.
     """
 
-    def __init__(self, flow: Flow, commands: Commands, want: Callable[[int], None]) -> None:
-        self._flow, self._commands, self._want = flow, commands, want
+    def __init__(self, links: PeerLinks, commands: Commands, want: Callable[[int], None]) -> None:
+        self._links, self._commands, self._want = links, commands, want
         self._answer: Answer | None = None
         self._waiting: queue.Queue[tuple[PeerLink, Channel, Key, bytes] | None] = queue.Queue(_MOST_WAITING)
         self._errors = Repeats()
@@ -58,14 +58,14 @@ class Requests:
         answer: Future[bytes] = Future()
 
         def ask() -> None:
-            link = self._flow.link(peer)
+            link = self._links.to(peer)
             if link.incarnation != incarnation or link.state is LinkState.GONE:
                 answer.set_exception(ConnectionError(f"worker {peer} cannot be asked: {link.why_lost}"))
                 return
             self._number += 1
             link.questions[self._number] = request, answer
             if link.channels:
-                link.channels[1].send(pack(STATE, (self._number, 0, 0)), request)
+                link.channels[BULK].send(pack(STATE, (self._number, 0, 0)), request)
             else:
                 self._want(peer)
 

@@ -3,79 +3,84 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from collections.abc import Callable
 
-from decent_dp.transport.messages import ASK, DROP, GOT, Key
-from decent_dp.transport.peer_link import LinkState, PairExchange, PeerLink, Receiving, Sending
+from decent_dp.transport.flow import Flow
+from decent_dp.transport.messages import ASK, DROP, GOT, VOTE, Header, pack
+from decent_dp.transport.peer_link import LinkState, PeerLink
+from decent_dp.transport.peer_links import PeerLinks
+from decent_dp.transport.transfers import PairExchange
 from decent_dp.transport.votes import Vote
 
 __all__ = ["Settlement"]
 
 
-class Messages(Protocol):
-    """The part of a ``Flow`` that moves what is settled here."""
-
-    def link(self, peer: int) -> PeerLink: ...
-
-    def add_receiving(self, receiving: Receiving) -> None: ...
-
-    def add_sending(self, sending: Sending) -> None: ...
-
-    def cancel(self, link: PeerLink, receiving: Receiving, sending: Sending) -> None: ...
-
-    def recall(self, link: PeerLink, sending: Sending) -> None: ...
-
-    def say(self, link: PeerLink, word: int, key: Key) -> None: ...
-
-
 class Settlement:
     """Opens exchanges, casts and hears votes, and ends exchanges when their verdict is known. Used by the transport's thread.
+
+    Args:
+        lose: called with a link whose connection must be made anew, and why.
 
     Attributes:
         one_sided: exchanges that were dropped here while they were in doubt: the peer may have mixed them.
     """
 
-    def __init__(self, flow: Messages) -> None:
-        self._flow = flow
+    def __init__(self, flow: Flow, links: PeerLinks, lose: Callable[[PeerLink, str], None]) -> None:
+        self._flow, self._links, self._lose = flow, links, lose
         self.one_sided = 0
 
     def open(self, pair: PairExchange) -> None:
         """Begins an exchange."""
-        key, link = pair.receiving.key, self._flow.link(pair.receiving.peer)
+        key, link = pair.receiving.key, self._links.to(pair.peer)
         pair.opened = time.monotonic()
         link.votes.open(pair.round, pair.bucket)
         link.pairs[pair.bucket] = pair
         if link.state is LinkState.GONE:
             link.votes.vote_drop(pair.round, pair.bucket)
         if link.votes.verdict(pair.round, pair.bucket) is not None:
-            self._end(link, pair)
+            self._end_if_settled(link, pair.bucket)
             return
         if key in link.early:
-            self.join(link, key)
-        pair.receiving.done = lambda: self.vote_if_complete(link, pair.bucket)
+            link.join(key)
+        pair.receiving.done = lambda: self.vote_if_complete(pair)
         self._flow.add_receiving(pair.receiving)
         self._flow.add_sending(pair.sending)
 
-    def join(self, link: PeerLink, key: Key) -> None:
-        """A message shows that the peer is in this exchange."""
-        pair = link.pairs.get(key[1])
-        if pair is not None and pair.round == key[0] and not pair.joined:
-            pair.joined = time.monotonic()
-            link.paused = False
+    def send(self, pair: PairExchange, ready: int) -> None:
+        """So many bytes of this worker's message are coded."""
+        pair.sending.ready = ready
+        self._flow.queue(pair.sending)
+        self.vote_if_complete(pair)
 
-    def hear(self, link: PeerLink, vote: Vote) -> None:
+    def vote_if_complete(self, pair: PairExchange) -> None:
+        """The peer's message has come, or this worker's own one is coded."""
+        link, bucket = self._links.to(pair.peer), pair.bucket
+        if link.pairs.get(bucket) is pair and pair.complete and not link.votes.in_doubt(bucket):
+            pair.voted = time.monotonic()
+            self._say(link, link.votes.vote_got(pair.round, bucket))
+            self._end_if_settled(link, bucket)
+
+    def hear(self, link: PeerLink, header: Header) -> None:
+        """A VOTE has come.
+
+        Raises:
+            WireError: it is of a bucket that cannot be.
+        """
+        round_, bucket, _ = header.key
+        link.bound(bucket)
+        if header.flags == ASK:
+            # The peer is in doubt, and waits for this worker's vote. Without the whole message this worker drops the exchange.
+            if link.votes.has_said_got(round_, bucket):
+                self._say(link, Vote(round_, bucket, got=True))
+            else:
+                self._drop(link, round_, bucket)
+            return
+        vote = Vote(round_, bucket, got=header.flags == GOT)
         link.votes.hear(vote)
-        pair = link.pairs.get(vote.bucket)
-        if pair is not None and pair.round == vote.round and not (vote.got or link.votes.in_doubt(vote.bucket)):
-            self._drop(link, vote.round, vote.bucket)  # also if the peer has said GOT before, and waits no longer
-        self._end_if_settled(link, vote.bucket)
-
-    def answer(self, link: PeerLink, round_: int, bucket: int) -> None:
-        """The peer is in doubt, and waits for this worker's vote. Without the whole message this worker drops the exchange."""
-        if link.votes.has_said_got(round_, bucket):
-            self._say(link, Vote(round_, bucket, got=True))
-        else:
-            self._drop(link, round_, bucket)
+        pair = link.pairs.get(bucket)
+        if pair is not None and pair.round == round_ and not (vote.got or link.votes.in_doubt(bucket)):
+            self._drop(link, round_, bucket)  # also if the peer has said GOT before, and waits no longer
+        self._end_if_settled(link, bucket)
 
     def abandon(self, pair: PairExchange, *, late: bool) -> None:
         """This worker waits no longer for an exchange. One that is in doubt does not end yet: the peer is asked.
@@ -83,23 +88,25 @@ class Settlement:
         Args:
             late: it has taken much longer than usual, which changes how long the next ones are waited for.
         """
-        link = self._flow.link(pair.receiving.peer)
+        link = self._links.to(pair.peer)
         if link.pairs.get(pair.bucket) is not pair:
             return  # it ended in the meantime
         if late:
-            link.give_up(pair)
+            link.lateness.give_up(pair)
         if not link.votes.in_doubt(pair.bucket):
             self._drop(link, pair.round, pair.bucket)
         else:
-            self._flow.say(link, ASK, pair.sending.key)
+            link.say(pack(VOTE, pair.sending.key, ASK))
 
     def drop(self, pair: PairExchange) -> None:
         """Ends an exchange, also one in doubt: the peer may have mixed that."""
-        link = self._flow.link(pair.receiving.peer)
+        link = self._links.to(pair.peer)
         if link.pairs.get(pair.bucket) is not pair:
             return
         if link.votes.in_doubt(pair.bucket):
-            self._flow.recall(link, pair.sending)
+            # The message's memory is the caller's from now on, and the peer must not get what is written there next.
+            if self._flow.is_lent(pair.sending) and link.state is LinkState.OPEN:
+                self._lose(link, "a message was given up")
             self.one_sided += 1
             self._say(link, link.votes.revoke(pair.bucket))
             self._end_if_settled(link, pair.bucket)
@@ -108,14 +115,13 @@ class Settlement:
 
     def skip(self, peer: int, round_: int, bucket: int) -> None:
         """This worker leaves an exchange out that it has not opened, and all earlier ones of the bucket."""
-        self._drop(self._flow.link(peer), round_, bucket)
+        self._drop(self._links.to(peer), round_, bucket)
 
-    def expire(self, link: PeerLink) -> None:
-        """The peer counts as dead: all exchanges with it are dropped."""
+    def expire(self, link: PeerLink, *, may_live: bool) -> None:
+        """The peer counts as dead: all exchanges with it are dropped. What a process that has ended has mixed went with it."""
         for bucket, pair in list(link.pairs.items()):
             if link.votes.in_doubt(bucket):
-                # What a process that has ended has mixed went with it. One that sent what was not due may live.
-                self.one_sided += link.state is not LinkState.GONE or link.cause is not None
+                self.one_sided += may_live
                 link.votes.revoke(bucket)
             else:
                 link.votes.vote_drop(pair.round, bucket)
@@ -127,31 +133,21 @@ class Settlement:
         for vote in link.votes.repeated():
             self._say(link, vote)
 
-    def vote_if_complete(self, link: PeerLink, bucket: int) -> None:
-        """A message of this exchange has come, or is coded."""
-        pair = link.pairs.get(bucket)
-        if pair is not None and pair.complete and not link.votes.in_doubt(bucket):
-            pair.voted = time.monotonic()
-            self._say(link, link.votes.vote_got(pair.round, bucket))
-            self._end_if_settled(link, bucket)
-
     def _drop(self, link: PeerLink, round_: int, bucket: int) -> None:
         self._say(link, link.votes.vote_drop(round_, bucket))
         self._end_if_settled(link, bucket)
 
     def _say(self, link: PeerLink, vote: Vote) -> None:
-        self._flow.say(link, GOT if vote.got else DROP, (vote.round, vote.bucket, 0))
+        # Without a connection nothing is sent: votes are repeated on the next one.
+        link.say(pack(VOTE, (vote.round, vote.bucket, 0), GOT if vote.got else DROP))
 
     def _end_if_settled(self, link: PeerLink, bucket: int) -> None:
         pair = link.pairs.get(bucket)
-        if pair is not None and link.votes.verdict(pair.round, bucket) is not None:
-            self._end(link, pair)
-
-    def _end(self, link: PeerLink, pair: PairExchange) -> None:
-        verdict = link.votes.verdict(pair.round, pair.bucket)
-        assert verdict is not None
-        link.votes.close(pair.round, pair.bucket)
-        del link.pairs[pair.bucket]
-        link.record(pair, verdict)
+        verdict = None if pair is None else link.votes.verdict(pair.round, bucket)
+        if pair is None or verdict is None:
+            return
+        link.votes.close(pair.round, bucket)
+        del link.pairs[bucket]
+        link.lateness.record(pair, verdict)
         self._flow.cancel(link, pair.receiving, pair.sending)
         pair.settle(verdict)

@@ -1,22 +1,52 @@
-"""Threads beside the training thread. An error in one of them that nobody expects is told to whoever started it."""
+"""Threads beside the training thread, and how often what happens in them is worth a line in the log."""
 
 from __future__ import annotations
 
 import logging
 import queue
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from decent_dp.transport.repeats import Repeats
-
-__all__ = ["Waiter", "start_thread", "telling"]
+__all__ = ["Repeats", "Waiter", "start_thread", "telling"]
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# Seconds without it after which something counts as new.
+_CALM = 60.0
+
+
+class Repeats:
+    """Counts how often something happens, and says when that is worth a line in the log.
+
+    It is at the ``first`` time, and then each time that the number has doubled. After a minute without it everything begins
+    anew.
+
+    Attributes:
+        times: so far. ``seconds``: from the first to the last.
+    """
+
+    def __init__(self, first: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+        self._first, self._clock = first, clock
+        self._began = self._last = clock()
+        self.times, self.seconds, self._next = 0, 0.0, first
+
+    def again(self) -> bool:
+        """It has happened. Returns whether there is to be a line."""
+        now = self._clock()
+        if not self.times or now - self._last > _CALM:
+            self._began, self.times, self._next = now, 0, self._first
+        self._last, self.seconds = now, now - self._began
+        self.times += 1
+        is_due = self.times >= self._next
+        self._next *= 2 if is_due else 1
+        return is_due
+
 
 # By the name of a thread.
 _NOT_STARTED: defaultdict[str, Repeats] = defaultdict(Repeats)

@@ -18,15 +18,15 @@ import zmq
 from decent_dp.errors import PeerLostError, WireError
 from decent_dp.transport.agreement import PeerView
 from decent_dp.transport.commands import Commands
+from decent_dp.transport.connections import LINGER, Connections
 from decent_dp.transport.control_plane import ControlPlane
 from decent_dp.transport.dialling import Dialler, Target
-from decent_dp.transport.flow import Flow
-from decent_dp.transport.hello import CROSSING, REPLACED, Credentials, Identity
-from decent_dp.transport.hints import Hints
+from decent_dp.transport.hello import BULK, CONTROL, CROSSING, REPLACED, Credentials, Identity
 from decent_dp.transport.listening import Doorman
-from decent_dp.transport.messages import BYE, DATA, STATE, Header, pack, unpack
+from decent_dp.transport.messages import BEAT, BLOCK, BLOCKS, BYE, CALL, DATA, START, STATE, VOTE, Header, Key, pack, unpack
 from decent_dp.transport.peer_errors import SilentError
 from decent_dp.transport.peer_link import Channel, LinkState, PeerLink
+from decent_dp.transport.peer_links import PeerLinks
 from decent_dp.transport.polling import Polling
 from decent_dp.transport.requests import Requests
 from decent_dp.transport.sockets import SILENT, Socket, Sockets, rest_of
@@ -35,8 +35,6 @@ __all__ = ["Reader", "Wire"]
 
 _log = logging.getLogger(__name__)
 
-# Seconds that closing may take until the others have what was sent.
-_LINGER = 10.0
 # Seconds in which the last messages of a process that has ended are read.
 _LAST = 1.0
 # Seconds between two looks at what no event reports.
@@ -51,8 +49,6 @@ _GETS_THROUGH = 1.0
 _READ_FOR = 0.02
 # Seconds for which a worker that has dialled successfully refuses the other's dialling, which had begun before.
 _CROSSED = 1.0
-# Flag of a BYE: the answer to one.
-_ANSWER = 1
 
 
 class Wire:
@@ -83,22 +79,18 @@ class Wire:
         self._next_beat, self._woke = time.monotonic(), -math.inf
         self.stopped = 0.0  # seconds for which this process, or this thread, was stopped so far
         self._look_at = math.inf
-        self.commands, self.hints, self._polling = Commands(), Hints(), Polling(sockets)
+        self.commands, self._polling, self.links = Commands(), Polling(sockets), PeerLinks(local)
         self.call = self.commands.call
-        # Connections that stay open after a BYE for its answer, and until when.
-        self._leaving: dict[Channel, float] = {}
         rank = self._identity.rank
-        self.flow = Flow(rank, local, self, self._dead_after)
-        self.keep_hint, self.send_note = self.hints.keep, self.flow.send_note
+        self.control_plane = ControlPlane(rank, len(expected), self, self._identity.incarnation)
+        self.connections = Connections(rank, self.links, self._polling, self.control_plane, self._dead_after)
+        self.flow, self.settlement = self.connections.flow, self.connections.settlement
         with_whom = credentials, sockets, self.commands
         self._doorman = Doorman(*with_whom, self)
-        patience = min(timeout, self._dead_after)
-        self._dialler = Dialler(*with_whom, self.flow, self._polling, find, patience, self._goes_first)
-        self.requests = Requests(self.flow, self.commands, self._dialler.want)
-        self._reader = Reader(self._polling, self.flow, self._doorman, self._dialler, self._hear_bye, self.requests.hear)
+        self._dialler = Dialler(*with_whom, self.connections, self._polling, find, timeout)
+        self.requests = Requests(self.links, self.commands, self._dialler.want)
+        self._reader = Reader(self.connections, self._polling, self._doorman, self._dialler, self.requests)
         self.read_events, self.want = self._reader.read_events, self._dialler.want
-        self.control_plane = ControlPlane(rank, len(expected), self, self._identity.incarnation)
-        self.hear_note = self.control_plane.hear
         self._closing: float | None = None
         self._thread = self.commands.thread = threading.Thread(target=self._run, name="decent_dp-transport", daemon=True)
         _WIRES.add(self)
@@ -112,7 +104,7 @@ class Wire:
         """Makes sure that there will be a connection: one of both makes it."""
         if peer not in self._asked:
             self._asked.add(peer)
-            self.call(lambda: self._dialler.want(peer) if self.flow.link(peer).state is LinkState.NEW else None)
+            self.call(lambda: self._dialler.want(peer) if self.links.to(peer).state is LinkState.NEW else None)
 
     def is_connected(self, peer: int) -> bool:
         """Whether there is a connection. Waits until it is made, or the peer counts as dead."""
@@ -123,50 +115,26 @@ class Wire:
 
     def has_ended(self, peer: int) -> bool:
         """Whether the connection is lost, and nobody listens at the address of this worker any more."""
-        link = self.flow.links.get(peer)
+        link = self.links.known(peer)
         # The peer may get through itself, if it needs this worker, too, by now.
-        return link is not None and link.refused and time.monotonic() - link.since > _GETS_THROUGH
+        return link.refused and time.monotonic() - link.since > _GETS_THROUGH
 
     def why_lost(self, peer: int) -> BaseException:
         """Why a worker takes no part in an exchange."""
-        link = self.flow.links.get(peer)
-        if link is None:
-            return ConnectionError("there was no connection")
+        link = self.links.known(peer)
         if link.state in (LinkState.NEW, LinkState.OPEN):  # where they are connected it has waited for too long itself
-            return link.cause or link.lost or TimeoutError()
+            return link.why or TimeoutError()
         return link.why_lost
-
-    def _goes_first(self, peer: int) -> bool:
-        """Whether this worker dials another one at once, and not only if that one has not."""
-        return (self.incarnation_of(peer), peer) < (self._identity.incarnation, self._identity.rank)
-
-    def incarnation_of(self, peer: int) -> int:
-        link = self.flow.links.get(peer)
-        return 0 if link is None else link.incarnation
 
     def renew(self, peer: int, incarnation: int, start: int = -1) -> None:
         """``Neighbours.renew``."""
 
         def renew() -> None:
-            if self.incarnation_of(peer) < incarnation:
+            if self.links.known(peer).incarnation < incarnation:
                 self._expected.add(peer)
-                self.flow.renew(peer, incarnation, start)
-                self.hints.drop(peer)
-                self.control_plane.agreements.renew(peer, incarnation)
-                self.flow.take_joiner(peer)
+                self.connections.renew(peer, incarnation, start)
 
         self.call(renew)
-
-    def last_progress(self, peer: int) -> float:
-        """When a part of a message last came from ``peer`` or went to it, on the monotonic clock; 0 for never."""
-        link = self.flow.links.get(peer)
-        return link.moved if link is not None else 0.0
-
-    def open_slots(self, peer: int, exchange: tuple[int, int]) -> list[int]:
-        """The slots of the messages of an exchange (round, bucket) that are yet to come from ``peer``, or to go to it."""
-        link = self.flow.links.get(peer)
-        keys = [] if link is None else [*list(link.receivings), *list(link.sendings)]
-        return [slot for *of, slot in keys if tuple(of) == exchange]
 
     def now(self) -> float:
         """The time, as far as this thread has looked at its peers since: after a stop of this process they only seem silent."""
@@ -188,9 +156,8 @@ class Wire:
         Args:
             since: when the exchange was started; it counts for a peer that has never been connected.
         """
-        link = self.flow.links.get(peer)
-        now = self.now()
-        if link is None or link.state is LinkState.NEW:
+        link, now = self.links.known(peer), self.now()
+        if link.state is LinkState.NEW:
             return since + self._dead_after - now
         lively = SILENT * self._dead_after - link.silence(now)
         if link.state is LinkState.BROKEN:
@@ -206,10 +173,10 @@ class Wire:
         if self._closing is None:
             self._at_exit.cancel()
             self.commands.closing = True
-            self._closing = time.monotonic() + (_LINGER if says_bye else 0.0)
+            self._closing = time.monotonic() + (LINGER if says_bye else 0.0)
             with contextlib.suppress(RuntimeError):
-                self.call(self._say_bye if says_bye else lambda: None)
-            self._thread.join(_LINGER + 1)
+                self.call(self.connections.say_bye if says_bye else lambda: None)
+            self._thread.join(LINGER + 1)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -255,7 +222,7 @@ class Wire:
         self.commands.run()
         more = self.flow.go_on()
         if self._closing is None:
-            for link in self.flow.links.values():
+            for link in self.links.by_rank.values():
                 if link.state is LinkState.BROKEN:
                     self._dialler.want(link.peer)
             self._look_at = min(self._dialler.look(), self.control_plane.look())
@@ -265,7 +232,7 @@ class Wire:
         """Seconds for which nothing is to be done."""
         if self.commands:
             return 0.0
-        if self.flow.waiting or self._closing is not None or self._leaving or self._doorman.busy:
+        if self.flow.waiting or self._closing is not None or self._polling.leaving or self._doorman.busy:
             return _LOOK if self._closing is None else _LOOK / 5
         return max(0.0, min(self._next_beat, self._look_at) - time.monotonic())
 
@@ -276,60 +243,58 @@ class Wire:
         if not channel.socket.zmq.closed:
             self._reader.read(channel.socket, time.monotonic() + _LAST)
         link = channel.link
-        if link and channel is link.bulk and link.control and link.network.local:
+        if link and link.state is LinkState.OPEN and channel is link.channels[BULK] and link.network.local:
             # The peer has ended. Its last messages may still come over the other connection, as nobody says that they have.
-            self._leaving.setdefault(link.control, time.monotonic() + _LAST)
+            self._polling.leaving.setdefault(link.channels[CONTROL], time.monotonic() + _LAST)
             self._polling.hang_up(channel)
         else:
             self._lose(channel)
 
     def _lose(self, channel: Channel) -> None:
-        self._leaving.pop(channel, None)
+        self._polling.leaving.pop(channel, None)
         link = channel.link
         if link is not None and channel in link.channels:
             silent = time.monotonic() - link.heard > self._dead_after / 2
             reason = f"silent for {self._dead_after:g} s" if silent else "closed by the peer"
-            self.flow.lose(link, reason, SilentError(reason) if silent else None)
+            self.connections.lose(link, reason, SilentError(reason) if silent else None)
         self._polling.hang_up(channel)
 
     # -- links --------------------------------------------------------------------------------------------------------
 
-    def connected(self, peer: int) -> None:
-        if self._closing is not None:
-            self._say_bye()
-        self.flow.beat(self.flow.link(peer))  # says in which round and epoch this worker is
-        self.control_plane.reconnected(peer)
-
     def view(self, peer: int) -> PeerView:
         """What the control plane is to know of a peer; any thread may ask."""
-        link = self.flow.links.get(peer)
-        if link is None or link.state is LinkState.NEW:
+        link = self.links.known(peer)
+        if link.state is LinkState.NEW:
             return PeerView.UNKNOWN
         if link.silence(self.now()) >= self._dead_after:
             return PeerView.LOST
         return PeerView.LINKED if link.state is LinkState.OPEN else PeerView.PENDING
 
     def first_round(self, peer: int) -> int:
-        link = self.flow.links.get(peer)
-        return -1 if link is None else link.start
+        return self.links.known(peer).start
+
+    def send_note(self, peer: int, key: Key, text: bytes) -> None:
+        link, is_block = self.links.to(peer), key[1] == BLOCKS
+        if link.state is LinkState.OPEN:
+            link.channels[BULK if is_block else CONTROL].send(pack(BLOCK if is_block else CALL, key), text)
 
     def admit(self, worker: Identity) -> str | None:
         """Why a worker that has connected is refused; None: it is welcome."""
         if self._joins(worker) and worker.rank != self._identity.rank:
-            joiner = self.flow.joiners.get((worker.rank, worker.incarnation))
+            joiner = self.links.joiners.get((worker.rank, worker.incarnation))
             if joiner is not None and joiner.uid != worker.uid:
                 return f"another process is about to be worker {worker.rank}"
             return None if self.requests.is_served else f"worker {worker.rank} is not a member yet, and nobody can join now"
         if worker.rank not in self._expected or worker.rank == self._identity.rank:
             return f"rank {worker.rank} is not expected"
-        link = self.flow.link(worker.rank)
+        link = self.links.to(worker.rank)
         if worker.incarnation != link.incarnation:
             return REPLACED
         if link.state is LinkState.GONE:
             return f"worker {worker.rank} is gone for worker {self._identity.rank}, which has dropped what they had in common"
         if link.uid not in (b"", worker.uid):
             return f"another process has been worker {worker.rank}, and the others do not know of a new one"
-        if self._goes_first(worker.rank):
+        if self._dialler.goes_first(worker.rank):
             is_new = link.state is LinkState.OPEN and time.monotonic() - link.since < _CROSSED
             if self._dialler.is_through(worker.rank) or is_new:
                 return CROSSING
@@ -338,22 +303,17 @@ class Wire:
     def let_in(self, worker: Identity, channels: list[Channel]) -> None:
         self._polling.accept(channels)
         if self._joins(worker):
-            self.flow.let_join(worker.rank, worker.incarnation, worker.uid, *channels)
+            self.connections.let_join(worker.rank, worker.incarnation, worker.uid, *channels)
             return
-        link = self.flow.link(worker.rank)
+        link = self.links.to(worker.rank)
         self._dialler.cancel(worker.rank)
         if link.is_connected:  # the peer has seen first that it was lost
-            self.flow.lose(link, "replaced by the peer")
-        self.flow.open(link, worker.uid, *channels)
+            self.connections.lose(link, "replaced by the peer")
+        self.connections.open(link, worker.uid, *channels)
 
     def _joins(self, worker: Identity) -> bool:
         """Whether it is of a process that is no member yet, as far as this worker knows."""
-        return worker.incarnation > self.incarnation_of(worker.rank)
-
-    def hang_up(self, link: PeerLink) -> None:
-        for channel in link.channels:
-            if channel not in self._leaving:
-                self._polling.hang_up(channel)
+        return worker.incarnation > self.links.known(worker.rank).incarnation
 
     # -- heartbeats -----------------------------------------------------------------------------------------------------
 
@@ -366,51 +326,35 @@ class Wire:
         self._woke, now = self.woke(), time.monotonic()
         stopped = now - self._next_beat
         if stopped > 2 * self.interval:  # this process was, perhaps with all others
-            for link in self.flow.links.values():
+            for link in self.links.by_rank.values():
                 link.was_stopped(stopped)
             self.stopped += stopped
         self._next_beat = now + self.interval
         self._doorman.look()
-        for channel in [channel for channel, until in self._leaving.items() if now >= until]:
+        for channel in [channel for channel, until in self._polling.leaving.items() if now >= until]:
             self._lose(channel)
-        for link in list(self.flow.links.values()):
-            self.flow.beat(link)
+        for link in list(self.links.by_rank.values()):
+            self.links.beat(link)
             self._judge(link, now)
 
     def _judge(self, link: PeerLink, now: float) -> None:
         brought = max(link.moved, link.since, link.busy)
-        if link.state is LinkState.OPEN and link.pairs and link.outstanding and now - brought > self._dead_after:
+        if link.state is LinkState.OPEN and link.pairs and link.pace.due and now - brought > self._dead_after:
             # The control connection lives, and the peer neither sends what it has offered nor moves an earlier exchange.
-            self.flow.lose(link, f"it has brought nothing for {self._dead_after:g} s")
+            self.connections.lose(link, f"it has brought nothing for {self._dead_after:g} s")
         if link.state is LinkState.BROKEN and link.silence(now) > self._dead_after:
-            self.flow.expire(link)
+            self.connections.expire(link)
         if link.state is LinkState.NEW and link.pairs and now - link.since > SILENT * self._dead_after:
             self._dialler.want(link.peer)
 
     # -- the end ------------------------------------------------------------------------------------------------------
-
-    def _say_bye(self) -> None:
-        self.control_plane.agreements.leave()
-        for link in self.flow.links.values():
-            if link.state is LinkState.OPEN and link.control is not None:
-                link.control.send(pack(BYE))
-
-    def _hear_bye(self, link: PeerLink, channel: Channel, header: Header) -> None:
-        link.left = True
-        if header.flags == _ANSWER:
-            return
-        self.control_plane.agreements.departed(link.peer)
-        channel.send(pack(BYE, flags=_ANSWER))
-        for left in link.channels:
-            self._leaving[left] = time.monotonic() + _LINGER
-        self.flow.give_up(link, "the peer has left")
 
     def _is_drained(self) -> bool:
         """All peers have answered this worker's BYE, so they have received everything before it."""
         assert self._closing is not None
         if time.monotonic() > self._closing:
             return True
-        waits = [link for link in self.flow.links.values() if link.state is LinkState.OPEN and not link.left]
+        waits = [link for link in self.links.by_rank.values() if link.state is LinkState.OPEN and not link.left]
         return not (self.commands or waits)
 
     def _shut_down(self) -> None:
@@ -423,10 +367,10 @@ class Wire:
             self.control_plane.close(self.commands.error)
             self.requests.close()
             self._dialler.close()
-            for link in self.flow.links.values():
-                if link.control is not None:  # what is on its way there goes out, unlike memory that is lent to libzmq
-                    self._leaving.setdefault(link.control, math.inf)
-                self.flow.fail(link, over)
+            for link in self.links.by_rank.values():
+                if link.state is LinkState.OPEN:  # what is on its way there goes out, unlike memory that is lent to libzmq
+                    self._polling.leaving.setdefault(link.channels[CONTROL], math.inf)
+                self.connections.fail(link, over)
             self.commands.end()
         self._sockets.close_all(flush=self._closing is None or time.monotonic() >= self._closing)
         self.commands.close()
@@ -437,20 +381,18 @@ class Reader:
 
     Args:
         doorman, dialler: take those of connections that are not open yet.
-        on_bye, on_state: called with the link, the connection and the header of a BYE; of a STATE, and its body.
     """
 
     def __init__(
         self,
+        connections: Connections,
         polling: Polling,
-        flow: Flow,
         doorman: Doorman,
         dialler: Dialler,
-        on_bye: Callable[[PeerLink, Channel, Header], None],
-        on_state: Callable[[PeerLink, Channel, Header, bytes], None],
+        requests: Requests,
     ) -> None:
-        self._polling, self._flow, self._doorman, self._dialler = polling, flow, doorman, dialler
-        self._on_bye, self._on_state = on_bye, on_state
+        self._connections, self._polling = connections, polling
+        self._doorman, self._dialler, self._requests = doorman, dialler, requests
 
     def read_events(self, socket: Socket) -> None:
         polling, owner = self._polling, self._polling.owners.get(socket)
@@ -494,32 +436,47 @@ class Reader:
             if header.kind == DATA:
                 self._take_data(link, header, stream)
             else:
-                body = rest_of(stream)
-                if header.kind == BYE:
-                    self._on_bye(link, channel, header)
-                elif header.kind == STATE:
-                    self._on_state(link, channel, header, body)
-                elif self._is_member(link):
-                    self._flow.hear(link, header, body)
+                self._hear(link, channel, header, rest_of(stream))
         except WireError as error:
             rest_of(stream)
-            self._flow.fail(link, error)
+            self._connections.fail(link, error)
+
+    def _hear(self, link: PeerLink, channel: Channel, header: Header, body: bytes) -> None:
+        """Raises WireError if the peer has got out of step."""
+        kind, key = header.kind, header.key
+        if kind == BYE:
+            self._connections.hear_bye(link, channel, header)
+        elif kind == STATE:
+            self._requests.hear(link, channel, header, body)
+        elif not self._is_member(link):
+            return
+        elif kind in (CALL, BLOCK):
+            self._connections.control_plane.hear(link.peer, key, body)
+        elif kind == BEAT:
+            self._connections.links.hear_beat(link, header)
+        elif kind in (START, VOTE):
+            self._connections.links.hear_round(link, key)
+            if kind == START:
+                self._connections.flow.hear_start(link, header, body)
+            else:
+                self._connections.settlement.hear(link, header)
 
     def _is_member(self, link: PeerLink) -> bool:
         """Whether the peer may send more than STATE. To a process that joins it does so from when on it is a member there."""
-        if link.joining is not None and self._flow.links.get(link.peer) is link:
-            self._flow.open(link, link.uid, *link.joining)
+        if link.state is LinkState.JOINING and self._connections.links.by_rank.get(link.peer) is link:
+            self._connections.open(link, link.uid, *link.channels)
         return link.state is LinkState.OPEN
 
     def _take_data(self, link: PeerLink, header: Header, stream: Any) -> None:
-        memory = self._flow.memory_for(link, header)
+        flow = self._connections.flow
+        memory = flow.memory_for(link, header)
         if memory is None:
             rest_of(stream)
             return
         count = stream.recv_into(memory, flags=zmq.NOBLOCK) if stream.get(zmq.RCVMORE) else 0
         if count != len(memory) or stream.get(zmq.RCVMORE):
             raise WireError(f"worker {link.peer} sent a part of {count} bytes, where it announced {len(memory)}")
-        self._flow.arrived(link, header)
+        flow.arrived(link, header)
 
 
 _WIRES: weakref.WeakSet[Wire] = weakref.WeakSet()

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from decent_dp.topo import Edge
 from decent_dp.transport.groups import BufferPool, GroupExchange, bytes_of, group_by_node
-from decent_dp.transport.handles import WHOLE, AllNeeded, PeerExplain, Policy, WireHandle, key_of
+from decent_dp.transport.handles import AllNeeded, PeerExplain, Policy, WireHandle, key_of
 from decent_dp.transport.host_messages import HostMessages
 from decent_dp.transport.interface import ExchangeRequest, Explain, Handle
-from decent_dp.transport.messages import HINT
-from decent_dp.transport.peer_link import PairExchange, Receiving, Sending
+from decent_dp.transport.messages import HINT, WHOLE
 from decent_dp.transport.streams import on_stream, profiled
+from decent_dp.transport.transfers import PairExchange, Receiving, Sending
 from decent_dp.transport.votes import ExchangeId
 from decent_dp.transport.waiter import Waiter
 from decent_dp.transport.wire import Wire
@@ -130,7 +130,7 @@ class WireExchanges:
                 for peer in others:
                     self._wire.flow.send_hint(peer, key, request.hint)
                 if not (handle.pairs and handle.failed):
-                    self._wire.hints.when_there(others, key, then)
+                    self._wire.flow.hints.when_there(others, key, then)
 
             self._wire.call(swap_hints)
         else:
@@ -183,7 +183,7 @@ class _Swap:
         key, sent = key_of(request.exchange_id, WHOLE), bytes_of(request.sent)
         self.bytes_sent = len(others) * request.compression.payload(request.compression.chunks)
         handle.expect(len(others))
-        self._sendings: list[Sending] = []
+        self._pairs = handle.pairs
         members = sorted([*others, rank])
         for peer, received in zip(others, request.received.tensor_split(len(others)), strict=True):
             # In each step of a group every member sends to one and receives from one. A pair has no steps.
@@ -192,15 +192,13 @@ class _Swap:
             failed = partial(handle.fail, peer)
             sending = Sending(peer, key, sent, _nothing, failed, ahead)
             receiving = Receiving(peer, key, bytes_of(received), _nothing, failed, behind, sources=len(others))
-            self._sendings.append(sending)
             handle.pairs.append(PairExchange(receiving, sending, partial(handle.settle, peer)))
         for pair in handle.pairs:
-            wire.call(partial(wire.flow.settlement.open, pair))
+            wire.call(partial(wire.settlement.open, pair))
 
     def encoded(self, ready: int) -> None:
-        for sending in self._sendings:
-            sending.ready = ready
-            self._wire.call(partial(self._wire.flow.queue, sending))
+        for pair in self._pairs:
+            self._wire.call(partial(self._wire.settlement.send, pair, ready))
 
 
 def _nothing() -> None:

@@ -1,0 +1,123 @@
+"""Messages of exchanges on their way: what is sent, what is received, and the two of a pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from decent_dp.transport.messages import WHOLE, Key
+from decent_dp.transport.votes import Verdict
+
+__all__ = ["SMALL", "Message", "PairExchange", "Priority", "Receiving", "Sending"]
+
+# Messages of at most so many bytes are wanted as a whole at once: waiting would take longer than the message.
+SMALL = 2**14
+# The order in which messages are needed: by round, bucket and step of the exchange, then by when they were added.
+Priority: TypeAlias = tuple[int, int, int, int]
+
+
+@dataclass(eq=False)
+class Message:
+    """A message in one direction. ``done`` and ``failed`` are called in the transport's thread.
+
+    Attributes:
+        step: its place in the order of the messages of its exchange.
+        granted: the bytes from its beginning that are wanted.
+        offered: of one that is received: the peer is known to have it, or to be in the exchange; of one that is sent: the peer
+            was told.
+    """
+
+    peer: int
+    key: Key
+    memory: memoryview
+    done: Callable[[], None]
+    failed: Callable[[BaseException], None]
+    step: int = 0
+    granted: int = 0
+    offered: bool = False
+    order: int = -1
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size = len(self.memory)
+
+    @property
+    def priority(self) -> Priority:
+        return *self.key[:2], self.step, self.order
+
+    @property
+    def is_mutual(self) -> bool:
+        """Whether its key is that of two messages, one in each direction."""
+        return self.key[2] == WHOLE
+
+
+@dataclass(eq=False)
+class Sending(Message):
+    """A message on its way out.
+
+    Attributes:
+        ready: its first bytes that are final; may grow while it is being written.
+        arrived: bytes that the peer says it has.
+        lent: some of it was sent without a copy, over this connection.
+    """
+
+    ready: int = 0
+    written: int = 0
+    arrived: int = 0
+    lent: bool = False
+    queued: bool = False
+
+    @property
+    def sendable(self) -> bool:
+        return min(self.ready, self.granted) > self.written
+
+
+@dataclass(eq=False)
+class Receiving(Message):
+    """A message that is expected.
+
+    Attributes:
+        sources: the number of peers whose messages of the same exchange share its link.
+    """
+
+    sources: int = 1
+    received: int = 0
+
+
+@dataclass(eq=False)
+class PairExchange:
+    """An exchange of two workers that both mix, or neither.
+
+    Attributes:
+        settle: called once with BOTH or NEITHER, in the transport's thread.
+        opened, joined, voted: when this end was in this exchange, both were, and this end said GOT; 0 until then.
+        busy: when the peer, which was not in it yet, last said that bytes of an earlier one move; 0: it has not.
+        abandoned: this end waits for nothing but the verdict.
+    """
+
+    receiving: Receiving
+    sending: Sending
+    settle: Callable[[Verdict], None]
+    opened: float = 0.0
+    joined: float = 0.0
+    voted: float = 0.0
+    busy: float = 0.0
+    abandoned: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether the peer's message has come and this worker's own one is coded: without both the peer's cannot be decoded."""
+        return self.receiving.received == self.receiving.size and self.sending.ready == self.sending.size
+
+    @property
+    def peer(self) -> int:
+        return self.receiving.peer
+
+    @property
+    def round(self) -> int:
+        return self.receiving.key[0]
+
+    @property
+    def bucket(self) -> int:
+        return self.receiving.key[1]
