@@ -289,7 +289,7 @@ class Dialler:
         self._connections.replaced |= isinstance(error, ReplacedError)
         _log.debug("worker %d cannot be reached: %s", peer, error)
         self._try_again(peer)
-        if link.is_connected or isinstance(error, CrossingError):
+        if link.is_connected or link.state is LinkState.GONE or isinstance(error, CrossingError):
             return
         link.why = error if isinstance(error, OSError) else ConnectionError(str(error))
         is_refused = isinstance(error, UnreachableError) and error.is_refused
