@@ -298,7 +298,7 @@ LINES = {
     "transport": (8894, 3200),
     "engine": (994, 1000),
     "membership": (1813, 1100),
-    "replica": (5715, 2500),
+    "replica": (5691, 2500),
     "backward": (904, 526),  # with _gossip and ddp 1,600
     "checkpoint": (2501, 1900),
     "launch": (932, 500),

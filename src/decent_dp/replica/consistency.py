@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from itertools import zip_longest
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from decent_dp import errors
 from decent_dp.engine.layout import TensorSpec
@@ -83,18 +82,7 @@ def check_consistency(control: Control, rank: int, attempt: Callable[[], tuple[T
 
 def broadcast_object(control: Control, rank: int, message: Any) -> Any:
     """Returns the ``message`` (JSON) of the first worker on all of them."""
-
-    def broadcast() -> Tensor:
-        text = json.dumps(message).encode() if rank == control.ranks[0] else b""
-        size = torch.tensor([len(text)], dtype=torch.int64, device="cpu")
-        control.broadcast(size)
-        raw = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
-        if text:
-            raw[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        control.broadcast(raw)
-        return raw
-
-    return json.loads(bytes(among_the_same(control, broadcast).numpy()))
+    return among_the_same(control, lambda: control.gather(message if rank == control.ranks[0] else None)[0])
 
 
 def gather_by_rank(control: Control, value: Any) -> dict[int, Any]:
@@ -235,22 +223,19 @@ def compare(reference: Mapping[str, Any], own: Mapping[str, Any], rank: int) -> 
                 f"the models differ between workers, first in tensor {i}: worker 0 has {_describe(theirs)}, worker {rank} "
                 f"has {_describe(ours)}. Build the same model on every worker."
             )
-    for what, key, theirs, ours in _differences(reference, own):
+    differences: list[tuple[str, object, Any, Any]] = []
+    for part, verb in (("topology", "differs"), ("settings", "differ")):
+        theirs, ours = reference.get(part, {}), own.get(part, {})
+        keys = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
+        differences += [(f"the {part} {verb}", key, theirs.get(key), ours.get(key)) for key in keys]
+    found = first_difference(reference.get("optimizers", {}), own.get("optimizers", {}))
+    if found is not None:
+        differences.append(("the optimizers differ", found, found.theirs, found.ours))
+    for what, key, theirs, ours in differences[:1]:
         raise errors.DisagreementError(
             f"{what} between workers: {key} is {theirs!r} on worker 0 and {ours!r} on worker {rank}. Pass the same arguments "
             "on every worker."
         )
-
-
-def _differences(reference: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[tuple[str, object, Any, Any]]:
-    for part, verb in (("topology", "differs"), ("settings", "differ")):
-        theirs, ours = reference.get(part, {}), own.get(part, {})
-        for key in sorted({*theirs, *ours}):
-            if theirs.get(key) != ours.get(key):
-                yield f"the {part} {verb}", key, theirs.get(key), ours.get(key)
-    found = first_difference(reference.get("optimizers", {}), own.get("optimizers", {}))
-    if found is not None:
-        yield "the optimizers differ", found, found.theirs, found.ours
 
 
 def _describe(entry: list[Any] | None) -> str:

@@ -390,14 +390,10 @@ def gpus_of(model: nn.Module) -> list[str]:
 
 
 def _warn_of_shared_gpus(gpus: Sequence[Sequence[str]], rank: int) -> None:
-    """Logs a warning for GPUs that several workers have their models on, on the first of these workers.
-
-    Args:
-        gpus: ``gpus_of``, by rank.
-    """
+    """Logs a warning for a GPU that several workers have their models on, on the first of these workers."""
     for gpu in gpus[rank]:
         ranks = [other for other, own in enumerate(gpus) if gpu in own]
-        if len(ranks) > 1 and ranks[0] == rank:
+        if ranks[0] == rank < ranks[-1]:
             _log.warning(
                 "the models of workers %s are on one GPU, whose memory and time they share. If each has a GPU of its own, move "
                 "the model to it: model.to('cuda') after initialize_dist(), not 'cuda:0'.",

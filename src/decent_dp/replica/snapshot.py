@@ -330,9 +330,8 @@ def _check_gradients(saved: Mapping[str, Any], params: Mapping[str, Parameter]) 
             raise ValueError(f"the snapshot has a gradient of '{name}', which is not a trainable parameter of this model")
         param = params[name]
         # Newer versions of torch let gradients have a dtype of their own; None stands for any.
-        theirs, ours = _described(grad), _described(local(param), getattr(param, "grad_dtype", param.dtype) or grad.dtype)
-        if theirs != ours:
-            raise ValueError(f"the gradient of '{name}' was saved as {theirs}, and is {ours} in this model")
+        dtype = getattr(param, "grad_dtype", param.dtype) or getattr(grad, "dtype", None)
+        _check_described(f"the gradient of '{name}'", grad, _described(local(param), dtype))
 
 
 def _check_names(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -344,12 +343,15 @@ def _check_names(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) ->
             raise ValueError(f"the snapshot has the {what} '{name}', and this model has none of that name")
 
 
-def _check_tensors(what: str, saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+def _check_tensors(what: str, saved: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
     _check_names(what, saved, own)
     for name, tensor in own.items():
-        theirs, ours = _described(saved[name]), _described(tensor)
-        if theirs != ours:
-            raise ValueError(f"{what} '{name}' was saved as {theirs}, and is {ours} in this model")
+        _check_described(f"{what} '{name}'", saved[name], _described(tensor))
+
+
+def _check_described(what: str, saved: Any, own: str) -> None:
+    if _described(saved) != own:
+        raise ValueError(f"{what} was saved as {_described(saved)}, and is {own} in this model")
 
 
 def check_scaler_state(scaler: torch.amp.GradScaler | None, saved: Mapping[str, Any] | None) -> None:

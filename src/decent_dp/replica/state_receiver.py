@@ -112,8 +112,7 @@ class _Joiner:
             )
 
         def seat(donor: Donor, seconds: float) -> dict[str, Any]:
-            answer, _ = donor.get({"want": "seat", "for": list(mates.items())}, seconds)
-            return answer
+            return donor.get({"want": "seat", "for": list(mates.items())}, seconds)[0]
 
         # The epoch waits for workers that have been silent for less than ``dead_after``, and some may fall silent meanwhile.
         patience, found = _STUCK + 2 * monitor.faults.dead_after, dict[str, Any]()
@@ -223,10 +222,7 @@ def _fetch_state(
 ) -> tuple[int, Any]:
     """Gets the state of a member, as ``_ask`` does: one copy."""
     partial = PartialState()
-
-    def get(donor: Donor, seconds: float) -> Any:
-        return pull(donor, partial, seconds)
-
+    get = functools.partial(pull, partial=partial)
     return _ask(monitor, replica.world, members, "its state", get, once=once, partial=partial, first=first)
 
 
@@ -235,7 +231,7 @@ def _ask(
     transport: Transport,
     members: Callable[[], dict[int, int]],
     what: str,
-    get: Callable[[Donor, float], T],
+    get: Callable[..., T],
     *,
     patience: float = _STUCK,
     once: bool = False,
@@ -248,14 +244,11 @@ def _ask(
     without a network.
 
     Args:
-        members: returns the incarnations of those that can be asked, by rank.
-        get: asks a member. Called with it, and the seconds in which an answer must come.
-        what: is asked for, in messages.
-        patience: seconds after which the next one is asked, though this one gives signs of life; at first.
+        members: returns the incarnations of those that can be asked, by rank; ``first`` before all others.
+        get: asks a member. Called with it, and the ``seconds`` in which an answer must come.
+        patience: these seconds, at first: the next one is asked after them, though this one gives signs of life.
         once: each member only once, and for ``_STUCK`` seconds in all; else for the process group's timeout, beside the seconds
             in which ``partial`` has come.
-        partial: what has come of it.
-        first: the rank of the member that is asked first, if it is one.
 
     Raises:
         PeerLostError: no member gives it.
@@ -273,7 +266,7 @@ def _ask(
             most = deadline + partial.seconds - time.monotonic()
             donor = Donor(functools.partial(monitor.neighbours.ask, *member), _STUCK, most)
             try:
-                return rank, get(donor, min(patience, left))
+                return rank, get(donor, seconds=min(patience, left))
             except PeerLostError:
                 raise
             except (OSError, RuntimeError, CheckpointError) as error:
