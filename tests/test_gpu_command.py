@@ -223,7 +223,7 @@ def rows_of(name: str) -> dict[str, dict[str, Any]]:
 
 
 def test_the_page_shows_the_committed_figures():
-    page = " ".join((ROOT / "docs" / "nodes.md").read_text(encoding="utf-8").split())
+    page = " ".join((ROOT / "docs" / "lab" / "gpus.md").read_text(encoding="utf-8").split())
     rows = rows_of("gpu.json") | {key: row for key, row in rows_of("gpu-int8.json").items() if "messages" in key}
     counts = json.loads((ROOT / "benchmarks" / "results" / "gpu.json").read_text())["counts"]
     assert f"{counts['passed']} passed and {counts['skipped']} were skipped" in page
