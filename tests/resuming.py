@@ -294,7 +294,7 @@ def step_clamped(model: Any, t: int, rank: int) -> float:
 
 
 def step_scaled(model: Any, t: int, rank: int) -> float:
-    scaler = model.replica.policy.scaler
+    scaler = model.replica.scaler
     value = loss(model, t, rank)
     scaler.scale(value * (float("inf") if t == 3 else 1.0)).backward()
     return float(value.detach()) + scaler.get_scale()

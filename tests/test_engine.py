@@ -391,7 +391,7 @@ def closed(transport: Any, driver: str) -> str:
         with pytest.raises(KeyError):
             driven.close()
     driven.close()
-    assert replica.closed
+    assert replica.life.closed
     assert [bucket.in_flight for bucket in buckets] == [None] * len(buckets)
     assert_same(model, before)
     return "".join(sorted(called))

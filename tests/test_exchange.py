@@ -20,7 +20,7 @@ from decent_dp.compression import Int8, Lossless, MessageId
 from decent_dp.compression.blockwise import _BLOCK_ON_CPU
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerTimeoutError
-from decent_dp.replica.shutdown import shut_down
+from decent_dp.replica.lifecycle import shut_down
 from decent_dp.topo import Edge
 from decent_dp.transport import (
     ExchangeId,

@@ -657,33 +657,13 @@ class LateCheckpoint(nn.Module):
         return result
 
 
-def test_a_late_gradient_is_kept_with_a_warning():
+def test_a_gradient_that_comes_again_from_an_inner_backward_is_of_the_same_update():
+    def step(m: Any, t: int) -> Tensor:
+        (m.module if isinstance(m, DecentralizedDataParallel) else m).inner = t > 1
+        return loss(m, t)
+
     torch.manual_seed(0)
-    wrapper = alone(LateCheckpoint(), bucket_size_in_mb=TINY)
-    for t in range(2):
-        loss(wrapper, t).backward()
-    wrapper.module.inner = True
-    with pytest.warns(UserWarning, match="joins the next update"):
-        loss(wrapper, 2).backward()
-    assert any(p.grad is not None for p in wrapper.parameters())
-    twin = copy.deepcopy(wrapper.module)
-    optimizer = SGD(list(twin.named_parameters()))
-    optimizer.load_state_dict(_as_torch(wrapper, optimizer))
-    for theirs, ours in zip(twin.parameters(), wrapper.parameters(), strict=True):
-        theirs.grad = None if ours.grad is None else ours.grad.clone()
-    for t in (3, 4):
-        loss(wrapper, t).backward()
-        loss(twin, t).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert wrapper.stats().rounds == 5
-    assert_same(wrapper, twin)
-
-
-def _as_torch(wrapper: DecentralizedDataParallel, optimizer: torch.optim.Optimizer) -> Any:
-    state = wrapper.optim_state_dict()["state"]
-    names = [name for name, _ in wrapper.named_parameters()]
-    return {**optimizer.state_dict(), "state": {i: copy.deepcopy(state[name]) for i, name in enumerate(names)}}
+    beside(LateCheckpoint(), step, bucket_size_in_mb=TINY)
 
 
 def test_an_outer_backward_that_raises_after_its_inner_one():

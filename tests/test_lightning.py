@@ -55,7 +55,7 @@ def promises(rank: int, n: int) -> Any:
         "local": watch.local == run.losses,
         "logged": [watch.means, [sum(run.losses[:8]) / 8, sum(run.losses[8:]) / 8]],
         "in_steps": watch.in_steps,
-        "closed": replica.closed,
+        "closed": replica.life.closed,
     }
 
 

@@ -151,7 +151,7 @@ def test_a_round_in_a_cuda_graph_is_refused(monkeypatch):
     loss(model, 0).backward()
     optimizer.step()  # on a CPU nothing is captured
     for one in (replica, wrapper.replica):
-        monkeypatch.setattr(one, "_on_cuda", True)
+        monkeypatch.setattr(one.life, "_on_cuda", True)
     with pytest.raises(RuntimeError, match="a CUDA graph is being captured"):
         optimizer.step()
     with pytest.raises(RuntimeError, match="a CUDA graph is being captured"):
@@ -310,27 +310,6 @@ def test_a_cell_that_is_run_twice(workers):
     assert found[1] == found[2] == f"RuntimeError: this Gossip {taken}"
     assert all("is trained by another DecentralizedDataParallel or gossip()" in said for said in found[3:])
     assert all(said.startswith("ValueError: worker 0: ") for said in found[4:])
-
-
-def test_gradients_on_several_cuda_streams_are_waited_for(monkeypatch):
-    """Without a GPU: parameters say that they are on one, and the streams are those that a forward on two would give."""
-    model = net()
-    wrapper = alone(model, bucket_size_in_mb=1e-6)
-    seen: list[bool] = []
-    loss(wrapper, 0).backward()
-    first, last = model[0].bias, model[-1].weight
-    first.register_post_accumulate_grad_hook(lambda _: seen.append(last.grad is None))
-    monkeypatch.setattr(wrapper.replica, "_on_cuda", True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    note, streams = wrapper.replica._note_stream, iter("")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: next(streams, "other"))
-    monkeypatch.setattr(wrapper.replica, "_note_stream", lambda device: note(torch.device("cuda", 0)))
-    for t, given in enumerate(["other"] * 2 + ["one"]):  # the third: one gradient on a stream, the rest on the other
-        streams = iter([given])
-        loss(wrapper, t + 1).backward()
-    loss(wrapper, 4).backward()  # it stays so
-    assert seen == [True, True, False, False]
-    wrapper.close()
 
 
 def test_ddp_around_a_part_of_a_model_without_forward_and_at_any_time(monkeypatch):

@@ -609,12 +609,12 @@ def test_a_process_that_joins_votes_when_it_is_a_member():
         world=SimpleNamespace(rank=2, agree=agree, is_asked=lambda name: False),
         engine=SimpleNamespace(round=7),
         cadence=SimpleNamespace(contexts=1),
-        before_first_round=lambda: None,
+        life=SimpleNamespace(before_first_round=lambda: None),
     )
     vote = _StopVote(replica, _StopRequest(pending=True), 1.0)
     time.sleep(0.2)
     assert names == []
-    replica.cadence.contexts, replica.before_first_round = 4, None
+    replica.cadence.contexts, replica.life.before_first_round = 4, None
     vote._thread.join(5)
     assert names == ["preemption/4"]
     vote.leave()

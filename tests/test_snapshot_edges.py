@@ -241,7 +241,7 @@ def test_a_window_of_a_scaler_ends_before_anything_is_scaled_again():
     def opened(model: DecentralizedDataParallel, steps: range) -> None:
         model.set_accumulate_grad(True)
         for t in steps:
-            model.replica.policy.scaler.scale(loss(model, t)).backward()
+            model.replica.scaler.scale(loss(model, t)).backward()
 
     def ended(model: DecentralizedDataParallel, steps: range) -> Any:
         model.set_accumulate_grad(False)
@@ -250,7 +250,7 @@ def test_a_window_of_a_scaler_ends_before_anything_is_scaled_again():
             found = [loss(model, 9)]
         model.train()
         for t in steps:
-            model.replica.policy.scaler.scale(loss(model, t)).backward()
+            model.replica.scaler.scale(loss(model, t)).backward()
         return found, dumb_copy(take(model.replica))
 
     model = job.wrap(0, InProcessTransport())
@@ -258,7 +258,7 @@ def test_a_window_of_a_scaler_ends_before_anything_is_scaled_again():
     saved = dumb_copy(take(model.replica))
     other = job.wrap(3, InProcessTransport())
     put_back(other.replica, saved)
-    assert other.replica.policy.scaler.get_scale() == 256.0
+    assert other.replica.scaler.get_scale() == 256.0
     assert_equal(ended(other, range(2, 5)), ended(model, range(2, 5)))
 
 

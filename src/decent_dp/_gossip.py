@@ -212,7 +212,7 @@ class Gossip(Replica):
         self._checked: set[int] = set()
         # Each optimizer's parameters at the call; referenced, so that no other object gets one of their ids.
         self._params_at_call = [params_of(optimizer) for optimizer in self.optimizers]
-        self.tell_optimizers(range(self.peers.world_size))
+        self._tell_optimizers(range(self.peers.world_size))
         names = dict(zip(map(id, self.parameters.params), self.parameters.names, strict=True))
         self.momenta = Momenta(self.optimizers, names, agreed.rule, self.shares)
         self.use_buckets(self._lay_out())
@@ -243,12 +243,12 @@ class Gossip(Replica):
         optimizer = self.optimizers[number]
         if is_inner_step(optimizer):
             return
-        self.refuse_stopped()
+        self.life.refuse_stopped()
         if self.shares is not None:
             self._refuse_own_gradients(number)
         if number not in self._checked:
             self._checked.add(number)
-            with self.faults():
+            with self.life.failing():
                 refuse_other_scaler(self.scaler)
         self._stepped[number] += 1
         self._took_step.add(number)
@@ -259,7 +259,7 @@ class Gossip(Replica):
         if self.scaler is None:
             self._end_round_if_complete()
         elif min(self._stepped) > 1:
-            with self.faults():
+            with self.life.failing():
                 raise RuntimeError(
                     "the optimizers have stepped twice without an update() of the scaler that gossip() was given, which is "
                     "what ends a round: pass the scaler that steps them, and call its update() after each step. (The state "
@@ -269,8 +269,8 @@ class Gossip(Replica):
 
     def _refuse_own_gradients(self, number: int) -> None:
         """Raises RuntimeError if a step was made with gradients of this worker alone, and not of its node."""
-        with self.faults():
-            self.refuse_inside("the step of an optimizer, whose gradients are not averaged over the node yet,")
+        with self.life.failing():
+            self.life.refuse_inside("the step of an optimizer, whose gradients are not averaged over the node yet,")
             gradients = self.gradients
             if gradients is None or (gradients.averaged and not gradients.is_open):
                 return
@@ -295,11 +295,11 @@ class Gossip(Replica):
     def _end_round_if_complete(self) -> None:
         """Ends the round if each optimizer has stepped in it."""
         if all(self._stepped):
-            self._round(step=True)
+            self._make_round(step=True)
 
-    def mix_only(self) -> None:
+    def _mix_only(self) -> None:
         self.momenta.rest()
-        self._round(step=False)
+        self._make_round(step=False)
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
@@ -320,17 +320,17 @@ class Gossip(Replica):
         finally:
             self._uneven, gradients.meet = None, lambda: None
 
-    def follow_others(self) -> None:
+    def _follow_others(self) -> None:
         shares, gradients, uneven = self.shares, self.gradients, self._uneven
         if shares is None or gradients is None or uneven is None:
             return
-        with self.faults():
+        with self.life.failing():
             while what := uneven.meet(""):
                 if what == "backward":
                     gradients.without_gradients()
                 else:
                     self._taken = "taken" in what
-                    self._round(step="step" in what, follows=True)
+                    self._make_round(step="step" in what, follows=True)
             self._uneven = None
             if uneven.behind:
                 saved = shares.broadcast(self.saved_entries()["optim"], uneven.source)
@@ -353,29 +353,19 @@ class Gossip(Replica):
         if uneven.some_are_out:
             shares.group.broadcast([*self.parameters.params, *self.momenta.whole], uneven.source)
 
-    def _round(self, *, step: bool, follows: bool = False) -> None:
+    def _make_round(self, *, step: bool, follows: bool = False) -> None:
         """Mixes in the exchange in flight and starts the next one."""
-        self.refuse_stopped()
-        engine = self.engine
-        with self.faults(), torch.inference_mode(False):
+        self.life.refuse_stopped()
+        with self.life.failing(), torch.inference_mode(False):
             self._meet_in_node(step=step, follows=follows)
             self.parameters.check_unchanged()
             self._check_groups()
-            self.begin_round()
-            for bucket in engine.buckets:
-                if self.settings.overlap:
-                    engine.finish_due(bucket).raise_if_failed()
-                engine.start(bucket)
-            if not self.settings.overlap:
-                for bucket in engine.buckets:
-                    engine.finish(bucket).raise_if_failed()
-            self.share()
-            self.end_round(stepped=step and self._taken)
+        with self._round():
+            self._exchange(stepped=step and self._taken)
             if step:
                 self._stepped, self._taken = [0] * len(self.optimizers), False
                 if self.gradients is not None:
                     self.gradients.averaged = False
-        self.notify_listeners()
         self.reached_boundary()
 
     def _check_groups(self) -> None:
@@ -394,9 +384,6 @@ class Gossip(Replica):
                 f"parameter {number} of {kind} was replaced by another object after gossip() was called: it would train and "
                 "not mix. Change values in place (param.copy_ under torch.no_grad), or call gossip() after the change."
             )
-
-    def after_save(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Does nothing: parameters have their own storage, as in any model."""
 
     def _lay_out(self) -> list[Bucket]:
         """Returns buckets in reverse registration order, the usual order of gradients, equal on all workers."""
@@ -433,8 +420,7 @@ class Gossip(Replica):
             OutOfStepError: the workers have made different numbers of rounds; on all of them.
             NonFiniteError: a replica holds a NaN or an infinity; on all of them.
         """
-        averaged = self.averaged_buffers()
-        own = [] if buffers else [(buffer, local(buffer).clone()) for buffer in averaged]
+        own = [] if buffers else [(buffer, local(buffer).clone()) for buffer in self.mean.buffers]
         # All workers average buffers, because `buffers` may differ between them.
         with super().averaged(buffers):
             with torch.no_grad():
@@ -450,9 +436,9 @@ class Gossip(Replica):
             NonFiniteError: a replica holds a NaN or an infinity; on all of them.
         """
         self.begin_collective("average_")
-        counts = self.mean.check_finite("average_", self.averaged_buffers())
+        counts = self.mean.check_finite("average_")
         self.invalidate()
-        self.mean.average_(self.averaged_buffers(), counts)
+        self.mean.average_(counts)
         self.engine.renew()
 
     def flush(self) -> None:
@@ -495,8 +481,8 @@ class Gossip(Replica):
             ValueError: the state does not fit; all workers raise the same error, and nothing changes.
             OutOfStepError: the workers' states are of different rounds; likewise.
         """
-        self.refuse_in_join("load_state_dict", "before")
-        self.refuse_before_member("load_state_dict")
+        self.life.refuse_in_join("load_state_dict", "before")
+        self.life.refuse_before_member("load_state_dict")
         self.world.control.begin("load_state_dict", self.engine.round)
         begin_load(self, "load_state_dict")
 
@@ -579,7 +565,7 @@ class Gossip(Replica):
     def __repr__(self) -> str:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
         names = f"{type(self.model).__name__}, {kinds}, rank={self.world.rank}, topology={self.topology!r}"
-        return f"Gossip({names}, {self.describe_replica()})"
+        return f"Gossip({names}, {self._describe_replica()})"
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:

@@ -183,7 +183,7 @@ class DecentralizedDataParallel(nn.Module):
     @_disable_dynamo(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-        inner = self._before_forward()
+        inner = self.replica.before_forward()
         try:
             with record_function("DecentralizedDataParallel.forward"):
                 output = self.module(*args, **kwargs)
@@ -191,29 +191,9 @@ class DecentralizedDataParallel(nn.Module):
             replica = self.replica
             replica.world.report(f"{type(error).__name__} in its forward of round {replica.engine.round}: {error}")
             raise
-        if not inner and torch.is_grad_enabled() and not self.replica.closed:
-            self._after_forward(output)
+        if not inner and torch.is_grad_enabled() and not self.replica.life.closed:
+            self.replica.after_forward(output)
         return output
-
-    @_disable_dynamo
-    def _before_forward(self) -> bool:
-        """Makes pending updates and checks the parameters; returns whether it runs inside a backward."""
-        replica = self.replica
-        if torch._C._current_graph_task_id() != -1:
-            # Activation checkpointing around the wrapper recomputes the forward, inside the outer backward.
-            replica.enter_backward()
-            return True
-        if not self.module.training:
-            replica.apply_pending()
-        replica.recover()
-        replica.reached_boundary()
-        if torch.is_grad_enabled() and (self.module.training or not replica.closed):
-            replica.refuse_unusable()
-        return False
-
-    @_disable_dynamo
-    def _after_forward(self, output: Any) -> None:
-        self.replica.watch(output)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The model's."""
@@ -334,13 +314,13 @@ class DecentralizedDataParallel(nn.Module):
         """
         replica = self.replica
         replica.begin_collective("global_avg")
-        counts = replica.mean.check_finite("global_avg", replica.averaged_buffers())
+        counts = replica.mean.check_finite("global_avg")
         self._was_reverted = False
         if will_revert:
-            replica.mean.keep([*replica.parameters.params, *replica.averaged_buffers()])
+            replica.mean.keep([*replica.parameters.params, *replica.mean.buffers])
         else:
             replica.invalidate()
-        distances = replica.mean.average_(replica.averaged_buffers(), counts)
+        distances = replica.mean.average_(counts)
         if not will_revert:
             replica.engine.renew()
         return float(sum(float(d) for d in distances) ** 0.5) if return_d2c else None

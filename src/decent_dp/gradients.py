@@ -19,12 +19,13 @@ class EndOfBackward:
 
     Args:
         ended: called at the end.
-        nested: called at the end of a backward inside another one (reentrant checkpointing), with the handle of a hook on the
-            node of the outer one that has run it; and with None when that node is done.
+        nested: called at the end of a backward inside another one (reentrant checkpointing).
     """
 
-    def __init__(self, ended: Callable[[], None], nested: Callable[[Any], None]) -> None:
+    def __init__(self, ended: Callable[[], None], nested: Callable[[], None] = lambda: None) -> None:
         self._ended, self._nested = ended, nested
+        # The hook on the node of the outer backward that has run an inner one, until that node is done. It references this.
+        self._outer: Any = None
 
     def queue(self) -> None:
         """Registers this callback for the running backward."""
@@ -35,15 +36,19 @@ class EndOfBackward:
         node: Any = torch._C._current_autograd_node()
         if node is None:
             self._ended()
-            return
+        else:
+            self._outer = node.register_hook(self._continue)
+            self._nested()
 
-        def again(*_: Any) -> None:
-            self._nested(None)
-            handle.remove()
-            self.queue()
+    def _continue(self, *_: Any) -> None:
+        self.leave_outer()
+        self.queue()
 
-        handle = node.register_hook(again)
-        self._nested(handle)
+    def leave_outer(self) -> None:
+        """Called outside any backward, too: an outer backward that has raised after its inner one continues no more."""
+        if self._outer is not None:
+            self._outer.remove()
+            self._outer = None
 
 
 class GradientPolicy:
@@ -60,11 +65,6 @@ class GradientPolicy:
         self.scaler = scaler
         self._proxy: Any = _OptimizerProxy(params)
         self.last_norm: Tensor | None = None
-
-    @property
-    def needs_all(self) -> bool:
-        """Whether every gradient must be present before any bucket may step."""
-        return self.scaler is not None or self._max_norm > 0
 
     def allows_step(self) -> bool:
         """Prepares the gradients in place; False when there are none, or when the scaler skips this step."""

@@ -1,8 +1,7 @@
 """The wrapper's driver: turns autograd's events into updates.
 
-Every backward is one update, unless gradients are being accumulated. Buckets are updated by the same code at one of two times.
-Streamed: at the first gradient event after the bucket's last gradient, while the rest of the backward runs, so that the user's
-hooks on its last parameter still see the gradient. Deferred: at the end of the backward.
+Every backward is one update, unless gradients are being accumulated. The update is made at the end of the backward, when all
+gradients are there, and hooks of the user's have seen them.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import contextlib
 import copy
 import enum
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,21 +17,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_scaler
+from decent_dp._sizes import MIB
+from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_scaler, make_optimizer, make_scheduler
 from decent_dp.backward.output import tensors_in
 from decent_dp.backward.scaled import refuse_scaled_loss
 from decent_dp.backward.state_dicts import copy_values, strip_prefix
-from decent_dp.backward.units import Builder, DeferredList, Unit
+from decent_dp.backward.units import DeferredList, Unit
 from decent_dp.engine import Bucket
 from decent_dp.errors import OutOfStepError
 from decent_dp.gradients import EndOfBackward, GradientPolicy
+from decent_dp.optim.tracking import rule_for
 from decent_dp.replica.consistency import broadcast_object, check_consistency, worker_counts
 from decent_dp.replica.construction import Agreement
 from decent_dp.replica.module_hooks import state_names
-from decent_dp.replica.momenta import Momenta
+from decent_dp.replica.momenta import Momenta, tell_replicas
 from decent_dp.replica.optimizer_guards import Options, options_of, refuse_hidden_state, warn_of_rates
 from decent_dp.replica.optimizer_state import (
     check_optim_state,
@@ -55,6 +56,9 @@ _NO_OPTIMIZERS = (
 )
 _NO_SCHEDULERS = f"the schedulers {_LATER} Pass lr_scheduler_fn, and read the rate with get_lr()."
 
+# Rounds of a period for whose edges process groups are made, where the optimizer has a ``pre_average_hook``.
+_MOST_ROUNDS = 64
+
 _current_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
@@ -69,23 +73,21 @@ class Window(enum.Enum):
     PENDING = "pending"
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Backward:
     """A running backward.
 
     Attributes:
-        task: autograd's id of it; a backward inside it has another id.
         end: reference to its end callback.
         accumulating: whether gradients were accumulated at its start; it may end, or raise, after ``no_sync`` has ended.
         expected: whether it reaches parameters, so that it is an update even if it raises before the first gradient.
-        arrived: indices of the parameters whose gradients have arrived.
+        arrived: whether a gradient has arrived.
     """
 
-    task: int
     end: weakref.ref[EndOfBackward]
     accumulating: bool
     expected: bool
-    arrived: set[int]
+    arrived: bool = False
 
     @property
     def raised(self) -> bool:
@@ -106,14 +108,12 @@ class BackwardReplica(Replica):
         optimizers, schedulers: one per bucket.
         window: see ``Window``.
         accumulate: whether gradients are kept for a later backward (``set_accumulate_grad``).
-        nested: whether gradients have come from a backward inside a backward (reentrant checkpointing), where a gradient
-            may be incomplete.
         first_order: parameter indices in the order of the first gradients, from which buckets are planned.
     """
 
     KIND = "wrapper"
     WHAT = "the wrapper"
-    ENTRIES = frozenset({"optim", "optimizer", "scheduler", "accumulate", "window", "nested", "arrived", "order"})
+    ENTRIES = frozenset({"optim", "optimizer", "scheduler", "accumulate", "window", "arrived", "order"})
     MODEL = "model.module"
     FOREIGN_STEP = (
         "DecentralizedDataParallel trains: the backward has made the update, and gradients are None after it. So the step of "
@@ -138,9 +138,7 @@ class BackwardReplica(Replica):
         # A disabled scaler states that the loss is not scaled.
         self._may_be_scaled = scaler is None
         self.policy = GradientPolicy(params, self.scaler, agreed.settings.grad_clip_norm)
-        self._needs_all = self.policy.needs_all  # read at every gradient
-        world, factories = (self.engine, self.peers, self.parameters), (optim_fn, lr_scheduler_fn)
-        self._builder = Builder(*world, agreed.settings, *factories, as_view=as_view)
+        self._optim_fn, self._lr_scheduler_fn, self._as_view = optim_fn, lr_scheduler_fn, as_view
         self.units: list[Unit] = []
         # Users keep references to these two lists, so they are changed in place.
         self.optimizers = DeferredList[Optimizer](_NO_OPTIMIZERS)
@@ -153,25 +151,11 @@ class BackwardReplica(Replica):
         self._paused = 0
         # On a GPU, hooks of CPU and CUDA parameters run in different threads.
         self._lock = threading.RLock()
-
         self._backward: _Backward | None = None
-        # The hook on the outer node, from the end of an inner backward until that node is done.
-        self._nested_hook: Any = None
-        self.nested = False
         self.first_order: dict[int, None] = {}
-        # The current round: whether it has begun, whether a bucket has stepped in it, and the next bucket.
-        self._begun = False
-        self._stepped = False
-        self._next = 0
-        self._bucket_of: list[int] = []
         # Between prepare_load and install.
         self._loaded: list[Unit] = []
         self._loaded_momenta = self.momenta
-        # Per bucket, the number of parameters whose gradients have not arrived in this backward.
-        self._missing: list[int] = []
-        # The CUDA stream of this backward's gradients, per device, and whether a device has ever had several.
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._several_streams = False
 
         me = weakref.ref(self)
         untyped: Any = params  # torch does not type its hooks
@@ -179,14 +163,31 @@ class BackwardReplica(Replica):
 
     # -- autograd events ----------------------------------------------------------------------------------------------
 
-    def watch(self, output: Any) -> None:
-        """Registers hooks on a forward's output, so that a backward that raises before its first gradient is noticed."""
+    @_disable_dynamo
+    def before_forward(self) -> bool:
+        """Makes pending updates and checks the parameters; returns whether it runs inside a backward."""
+        if _current_task() != -1:
+            # Activation checkpointing around the wrapper recomputes the forward, inside the outer backward.
+            self._enter_backward()
+            return True
+        if not self.model.training:
+            self.apply_pending()
+        self._recover()
+        self.reached_boundary()
+        if torch.is_grad_enabled() and (self.model.training or not self.life.closed):
+            self.life.refuse_stopped()
+            self.parameters.check_unchanged()
+        return False
+
+    @_disable_dynamo
+    def after_forward(self, output: Any) -> None:
+        """Registers hooks on the output, so that a backward that raises before its first gradient is noticed."""
         me = weakref.ref(self)
 
         def hook(_: Tensor) -> None:
             replica = me()
             if replica is not None:
-                replica.enter_backward()
+                replica._enter_backward()
 
         tensor: Any
         for tensor in tensors_in(output):
@@ -194,21 +195,16 @@ class BackwardReplica(Replica):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(hook)
 
-    def enter_backward(self) -> _Backward:
+    def _enter_backward(self) -> _Backward:
         """Records the running backward and registers the callback at its end."""
         with self._lock:
-            self.recover()
+            self._recover()
             if self._backward is None:
                 me = weakref.ref(self)
-                end = EndOfBackward(
-                    lambda: replica.end_backward() if (replica := me()) else None,
-                    lambda handle: replica._note_nested(handle) if (replica := me()) else None,
-                )
+                end = EndOfBackward(lambda: replica._end_backward() if (replica := me()) else None)
                 end.queue()
                 accumulating = self.accumulate or self._paused > 0
-                self._backward = _Backward(_current_task(), weakref.ref(end), accumulating, self._reaches_parameters(), set())
-                self._missing = [len(unit.buffer.params) for unit in self.units]
-                self._streams.clear()
+                self._backward = _Backward(weakref.ref(end), accumulating, self._reaches_parameters())
             return self._backward
 
     def _reaches_parameters(self) -> bool:
@@ -219,58 +215,16 @@ class BackwardReplica(Replica):
         except RuntimeError:
             return False  # torch raises this for a leaf among the inputs of torch.autograd.grad
 
-    def gradient(self, index: int) -> None:
+    def _gradient(self, index: int) -> None:
         """Called when a parameter's gradient has been accumulated."""
-        with self._lock:
-            if self.closed or self._fault is not None:
-                self.refuse_stopped()
-            backward = self._backward
-            if backward is None or backward.task != _current_task():
-                backward = self.enter_backward()  # the first gradient of this backward
-                self.nested |= backward.task != _current_task()
-            if not self.units:
-                self.first_order.setdefault(index)
-            elif not backward.accumulating:
-                self._count(backward, index)
-            backward.arrived.add(index)
+        backward = self._backward
+        if backward is None or backward.raised:
+            backward = self._enter_backward()  # the first gradient of this backward
+        backward.arrived = True
+        if not self.units:
+            self.first_order.setdefault(index)
 
-    def _count(self, backward: _Backward, index: int) -> None:
-        """Updates the buckets that were complete before this gradient, in the order that all workers share."""
-        if self._on_cuda:
-            self._note_stream(self.parameters.params[index].device)
-        if not (self.nested or self._needs_all):
-            while self._next < len(self._missing) and self._missing[self._next] == 0:
-                if self._on_cuda:
-                    self._note_stream(self.units[self._next].buffer.plan.device)
-                if self._several_streams:
-                    break
-                with self.faults():
-                    self._begin()
-                    self._update_next(step=True, keep=False)
-        bucket = self._bucket_of[index]
-        if index not in backward.arrived:
-            self._missing[bucket] -= 1
-        if bucket < self._next:
-            warnings.warn(
-                "a gradient came after its bucket was updated, from a backward inside the backward: it joins the next "
-                "update. From now on updates wait for the end of the backward.",
-                stacklevel=2,
-            )
-
-    def _note_stream(self, device: torch.device) -> None:
-        """Notes the CUDA stream of a gradient.
-
-        If a forward has used several streams, so does the backward, and a streamed update could read gradients before they
-        are written. From then on updates wait for the end of the backward, where autograd joins the streams.
-        """
-        if device.type == "cuda":
-            stream = torch.cuda.current_stream(device)
-            self._several_streams |= self._streams.setdefault(device, stream) != stream
-
-    def _note_nested(self, handle: Any) -> None:
-        self.nested, self._nested_hook = True, handle
-
-    def end_backward(self) -> None:
+    def _end_backward(self) -> None:
         """Called at the end of the outermost backward, if it has not raised."""
         with self._lock:
             backward, self._backward = self._backward, None
@@ -307,23 +261,25 @@ class BackwardReplica(Replica):
             return
         super().apply_pending()
         with self._lock:
-            self.recover()
-            if self.window is Window.PENDING and not self.failed:
+            self._recover()
+            if self.window is Window.PENDING and self.life.fault is None:
                 self._update(step=True)
 
-    def recover(self) -> None:
+    def _recover(self) -> None:
         """If the last backward raised, completes its round without a step, because the other workers make that round too."""
         with self._lock:
-            if self._nested_hook is not None and _current_task() == -1:  # no backward is running: the outer one has raised
-                self._nested_hook.remove()
-                self._nested_hook = None
             backward = self._backward
-            if backward is None or not backward.raised:
+            if backward is None:
+                return
+            if _current_task() == -1 and (end := backward.end()) is not None:
+                end.leave_outer()
+                del end
+            if not backward.raised:
                 return
             self._backward = None
             if backward.accumulating:
                 self.window = Window.OPEN if backward.arrived else self.window
-            elif (backward.arrived or backward.expected or self._begun) and not self.failed:
+            elif (backward.arrived or backward.expected) and self.life.fault is None:
                 self._update(step=False)
 
     def discarded(self) -> None:
@@ -335,12 +291,12 @@ class BackwardReplica(Replica):
 
     def update(self) -> None:
         """Makes one update with the present gradients."""
-        self.refuse_inside("update()")
+        self.life.refuse_inside("update()")
         with self._lock:
-            self.recover()
+            self._recover()
             self._update(step=True)
 
-    def mix_only(self) -> None:
+    def _mix_only(self) -> None:
         """Makes one round without a step; gradients stay."""
         with self._lock:
             self.momenta.rest()
@@ -355,61 +311,24 @@ class BackwardReplica(Replica):
         norm = self.policy.last_norm
         return replace(super().stats(), grad_norm=None if norm is None else float(norm))
 
-    def refuse_unusable(self) -> None:
-        """Raises RuntimeError if no update can be made, or a parameter has changed in a way that cannot be followed."""
-        self.refuse_stopped()
-        self.parameters.check_unchanged()
-
     def _update(self, *, step: bool, keep: bool = False) -> None:
-        """Completes a round: updates all buckets that were not updated during the backward."""
-        self.refuse_stopped()
-        # A pending update may be made during an evaluation. Tensors that it allocates must not be inference tensors.
-        with self.faults(), torch.inference_mode(False):
-            self._begin()
+        """Makes a round, in which the optimizers step if ``step``. ``keep``: gradients stay."""
+
+        def step_bucket(number: int) -> None:
+            for unit in self.units[number : number + 1]:  # none for a bucket of momenta
+                if step:
+                    unit.step()
+                if not keep:
+                    for param in unit.buffer.params:
+                        param.grad = None
+
+        with self._round():
+            if not self.units:
+                self._build()
             step = step and self.policy.allows_step()
-            while self._next < len(self.units):
-                self._update_next(step=step, keep=keep)
-            self._mix_momenta()
-            if not self.settings.overlap:
-                for unit in self.units:
-                    self.engine.finish(unit.bucket, unit.edit).raise_if_failed()
-            self._next, self._begun = 0, False
-            self.end_round(stepped=step)
-        if not keep:
-            self.window = Window.IDLE
-        self.notify_listeners()
-
-    def _mix_momenta(self) -> None:
-        """Exchanges the tracked momenta, after all of them have stepped."""
-        for bucket in self.engine.buckets[len(self.units) :]:
-            if self.settings.overlap:
-                self.engine.finish_due(bucket).raise_if_failed()
-            self.engine.start(bucket)
-            if not self.settings.overlap:
-                self.engine.finish(bucket).raise_if_failed()
-
-    def _update_next(self, *, step: bool, keep: bool) -> None:
-        unit = self.units[self._next]
-        if self.settings.overlap:
-            self.engine.finish_due(unit.bucket, unit.edit).raise_if_failed()
-        if step:
-            unit.step()
-            self._stepped = True
-        elif self._stepped:
-            unit.step_scheduler()  # earlier buckets stepped before the backward raised; all share one rate
-        if not keep:
-            for param in unit.buffer.params:
-                param.grad = None
-        self.engine.start(unit.bucket, unit.edit)
-        self._next += 1
-
-    def _begin(self) -> None:
-        if self._begun:
-            return
-        self._begun, self._stepped = True, False
-        self.begin_round()
-        if not self.units:
-            self._build()
+            self._exchange(stepped=step, step=step_bucket)
+            if not keep:
+                self.window = Window.IDLE
 
     # -- buckets ------------------------------------------------------------------------------------------------------
 
@@ -429,12 +348,12 @@ class BackwardReplica(Replica):
         def make() -> tuple[tuple[list[Unit], Momenta, list[Bucket], Options], dict[str, Any]]:
             if self._may_be_scaled:
                 refuse_scaled_loss()
-            units = self._builder.lay_out(whole)
+            units = self._lay_out(whole)
             optimizers = [unit.optimizer for unit in units]
             options = options_of(optimizers, self.model, [unit.scheduler for unit in units])
             if self._pending_state is not None:
                 self._load_optim(units, self._pending_state)
-            return (units, *self._builder.lay_out_momenta(units, whole), options), {"optimizers": options.alike}
+            return (units, *self._lay_out_momenta(units, whole), options), {"optimizers": options.alike}
 
         units, momenta, buckets, options = check_consistency(control, rank, make)
         warn_of_rates(control.gather(options.rates))
@@ -442,15 +361,60 @@ class BackwardReplica(Replica):
         self._use(units, whole, momenta)
         self.use_buckets([*(unit.bucket for unit in units), *buckets])
 
+    def _lay_out(self, order: Sequence[int]) -> list[Unit]:
+        """Returns new units; if they are to be views of flat buffers, the parameters are from now on.
+
+        Args:
+            order: parameter indices in bucket order.
+
+        Raises:
+            TypeError, ValueError: a factory returns something else than an optimizer or a scheduler of these parameters.
+        """
+        specs, params, limit = self.parameters.specs, self.parameters.params, self.settings.bucket_size_in_mb * MIB
+        units: list[Unit] = []
+        for bucket in self.engine.lay_out(specs, params, order, limit, as_view=self._as_view):
+            named = [(slot.spec.name, params[slot.index]) for slot in bucket.buffer.plan.slots]
+            optimizer = make_optimizer(self._optim_fn, named)
+            tell_replicas([optimizer], self.peers.world_size)
+            units.append(Unit(bucket, optimizer, make_scheduler(self._lr_scheduler_fn, optimizer), self.peers))
+        if any(unit.edit is not None for unit in units):
+            rounds = range(min(self.topology.period or 0, _MOST_ROUNDS))
+            self.peers.make_groups(edge for t in rounds for edge in self.topology.round(t))
+        return units
+
+    def _lay_out_momenta(self, units: Sequence[Unit], order: Sequence[int]) -> tuple[Momenta, list[Bucket]]:
+        """Returns the tracked momenta of these optimizers, and new buckets for them.
+
+        Raises:
+            ValueError: the momentum of an optimizer is not known, or one asks for the rule that the wrapper was not given.
+        """
+        rule, optimizers = self.engine.rule, [unit.optimizer for unit in units]
+        if rule_for(rule, optimizers) is not rule:
+            raise ValueError(
+                "GossipAdamW(tracking=True) needs the rule here, too: DecentralizedDataParallel(..., rule=MomentumTracking())."
+            )
+        names = dict(zip(map(id, self.parameters.params), self.parameters.names, strict=True))
+        found, limit = Momenta(optimizers, names, rule), self.settings.bucket_size_in_mb * MIB
+        order = order if found.specs else ()
+        return found, self.engine.lay_out_momenta(found.specs, found.tensors, order, limit, len(units))
+
+    @torch.no_grad()
+    def _release(self) -> None:
+        """Gives each parameter its own storage again.
+
+        A resumed run is exact only so: another alignment may make a kernel sum in another order.
+        """
+        if self._as_view:
+            for spec, param in zip(self.parameters.specs, self.parameters.params, strict=True):
+                own = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+                param.data = own.copy_(param.detach())
+
     def _use(self, units: list[Unit], order: list[int] | None, momenta: Momenta) -> None:
         """Replaces all units."""
         self.units, self._order, self.momenta = units, order, momenta
         self.optimizers[:] = [unit.optimizer for unit in units]
         self.schedulers[:] = [unit.scheduler for unit in units]
         self.edits = {unit.bucket.number: unit.edit for unit in units}
-        numbers = {id(param): number for number, param in enumerate(self.parameters.params)}
-        owner = {numbers[id(param)]: i for i, unit in enumerate(units) for param in unit.buffer.params}
-        self._bucket_of = [owner[number] for number in sorted(owner)]
 
     # -- saves and loads ----------------------------------------------------------------------------------------------
 
@@ -489,16 +453,16 @@ class BackwardReplica(Replica):
             self._pending_state = state_dict
             self.engine.round = state_dict.get("round", self.engine.round)
 
-    def after_save(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    def _after_save(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Replaces views of buckets, which would change with the next step, by copies."""
         if module is self.model or not prefix:  # the call for the outermost module covers its descendants
             copy_values(state, prefix)
 
-    def before_load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    def _before_load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """As the base class; also strips prefixes from the keys of a wrapper's state dict."""
         if module is self.model:
             strip_prefix(state, prefix, state_names(module))
-        super().before_load(module, state, prefix)
+        super()._before_load(module, state, prefix)
 
     def saved_entries(self) -> dict[str, Any]:
         """Returns these entries of a snapshot:
@@ -506,7 +470,8 @@ class BackwardReplica(Replica):
         optim         optimizers, schedulers and scaler, by parameter name (``optimizer_state``)
         optimizer     the classes of the optimizers, None without any; ``scheduler`` likewise
         accumulate, window    the window is 'idle' or 'open'
-        nested, arrived       as the attributes ``nested`` and ``first_order``
+        arrived       as the attribute ``first_order``
+        nested        False; versions that updated inside the backward read it
         order         names in the order from which the buckets were planned; None before the first update
         """
         names = self.parameters.names
@@ -516,7 +481,7 @@ class BackwardReplica(Replica):
             "scheduler": kind_of([scheduler for scheduler in self.schedulers if scheduler is not None]),
             "accumulate": self.accumulate,
             "window": self.window.value,
-            "nested": self.nested,
+            "nested": False,
             "arrived": [names[i] for i in self.first_order] if self._order is None else [],
             "order": None if self._order is None else [names[i] for i in self._order],
         }
@@ -526,7 +491,6 @@ class BackwardReplica(Replica):
         for what, fits in {
             "accumulate": type(snapshot["accumulate"]) is bool,
             "window": snapshot["window"] in (Window.IDLE.value, Window.OPEN.value),
-            "nested": type(snapshot["nested"]) is bool,
             "arrived": isinstance(snapshot["arrived"], list),
         }.items():
             if not fits:
@@ -550,20 +514,20 @@ class BackwardReplica(Replica):
         order, self._loaded = [self.parameters.numbers[name] for name in snapshot["order"] or ()], []
         if snapshot["order"] is not None:
             if not self.units:  # present units rebind their parameters themselves
-                undo.callback(self._builder.release)
-            self._loaded = self._builder.lay_out(order)
+                undo.callback(self._release)
+            self._loaded = self._lay_out(order)
             refuse_other_kind("optimizer", snapshot["optimizer"], kind_of([unit.optimizer for unit in self._loaded]))
             schedulers = [unit.scheduler for unit in self._loaded if unit.scheduler is not None]
             refuse_other_kind("scheduler", snapshot["scheduler"], kind_of(schedulers))
             self._load_optim(self._loaded, snapshot["optim"], exact=True)
-        self._loaded_momenta, buckets = self._builder.lay_out_momenta(self._loaded, order)
+        self._loaded_momenta, buckets = self._lay_out_momenta(self._loaded, order)
         self._loaded_momenta.follow_loads(trusted=True)
         return [*(unit.bucket for unit in self._loaded), *buckets]
 
     def install(self, snapshot: Mapping[str, Any], buckets: list[Bucket]) -> None:
         numbers, order, optim = self.parameters.numbers, snapshot["order"], snapshot["optim"]
         if self.units and not buckets:
-            self._builder.release()
+            self._release()
         self._use(self._loaded, None if order is None else [numbers[name] for name in order], self._loaded_momenta)
         self._loaded, self._loaded_momenta = [], Momenta([], {}, self.engine.rule)
         self._pending_state = None
@@ -571,7 +535,7 @@ class BackwardReplica(Replica):
             rest = {key: value for key, value in optim.items() if key != "state"}
             self._pending_state = {**copy.deepcopy(rest), "state": copied(optim["state"])}
         self.window, self.accumulate = Window(snapshot["window"]), snapshot["accumulate"]
-        self.nested, self.first_order = snapshot["nested"], {numbers[name]: None for name in snapshot["arrived"]}
+        self.first_order = {numbers[name]: None for name in snapshot["arrived"]}
         if (scaler := self.policy.scaler) is not None:
             scaler.load_state_dict(optim["scaler"])
             first_loss_scale(scaler, self.parameters.params[0].device)
@@ -581,6 +545,6 @@ def _gradient_hook(replica: weakref.ref[BackwardReplica], index: int) -> Callabl
     def hook(_: Tensor) -> None:
         target = replica()
         if target is not None:
-            target.gradient(index)
+            target._gradient(index)
 
     return hook

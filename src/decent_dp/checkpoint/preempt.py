@@ -165,10 +165,10 @@ class Preemption:
 
     def __enter__(self) -> Preemption:
         replica = self._replica
-        replica.refuse_stopped()
+        replica.life.refuse_stopped()
         if any(isinstance(listener, _StopVote) for listener in replica.listeners):
             raise RuntimeError("Preemption was entered inside Preemption: one is enough, around the loop.")
-        if replica.joining:
+        if replica.life.joining:
             raise RuntimeError(
                 "Preemption was entered inside join(), where workers that have run out still make rounds after it: put "
                 "`with Preemption(model) as stop:` around `with model.join():`."
@@ -266,7 +266,7 @@ class _StopVote(Listener):
     def _run(self) -> None:
         failure: Exception | None = None
         try:
-            while self._replica.before_first_round or not (self._request.pending or self._transport.is_asked(self._name)):
+            while self._replica.life.before_first_round or not (self._request.pending or self._transport.is_asked(self._name)):
                 if self._left.wait(_LOOK):
                     return
         except Exception as error:  # which nobody expects
@@ -277,7 +277,7 @@ class _StopVote(Listener):
 
     def _cast(self, *, asks: bool, failure: Exception | None = None) -> None:
         with self._lock:
-            if self._vote is not None or self._replica.before_first_round:
+            if self._vote is not None or self._replica.life.before_first_round:
                 return
             self._vote = self._engine.round + 1
             self._deadline = time.monotonic() + self._grace

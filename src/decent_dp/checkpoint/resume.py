@@ -66,9 +66,9 @@ def load(
         RuntimeError: it was called inside a backward or ``join``, or after ``close``. All of these on all workers.
     """
     replica = replica_of(model, "load")
-    if replica.closed:
+    if replica.life.closed:
         raise RuntimeError(f"{replica.WHAT} was closed: load before close(), into one that is to train.")
-    replica.refuse_in_join("load", "before")
+    replica.life.refuse_in_join("load", "before")
     replica.apply_pending()  # first, because the others may be waiting for its exchange
     saver = saver_of(replica)
     saver.drain()

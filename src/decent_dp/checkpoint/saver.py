@@ -254,8 +254,8 @@ class Saver(Listener):
 
     def save(self, replica: Replica, path: str | os.PathLike[str], state: Mapping[str, Any], keep: int, wait: bool) -> Saving:
         """Copies the state of ``replica`` and starts the thread of this save. ``wait`` is only checked."""
-        replica.refuse_closed()
-        replica.refuse_in_join("save")
+        replica.life.refuse_closed()
+        replica.life.refuse_in_join("save")
         number = self._saves
         self._saves += 1
         where, shard = Path(f"save number {number}"), None

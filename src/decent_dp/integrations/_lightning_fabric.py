@@ -52,7 +52,7 @@ class GossipFabricStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy)
         self._backward_sync_control = _NodeWindow(self)
 
     def current_replica(self) -> Gossip | None:
-        return next((replica for replica in self.replicas if not replica.closed), None)
+        return next((replica for replica in self.replicas if not replica.life.closed), None)
 
     @property
     def replica(self) -> Gossip:
@@ -83,7 +83,7 @@ class GossipFabricStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy)
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         with contextlib.ExitStack() as scope:
             for replica in self.replicas:
-                if replica.model is module and not replica.closed and replica.mean.backup is None:
+                if replica.model is module and not replica.life.closed and replica.mean.backup is None:
                     scope.enter_context(replica.averaged())
             state = super().get_module_state_dict(module)
             return {key: value.detach().clone() if hasattr(value, "detach") else value for key, value in state.items()}
@@ -128,7 +128,7 @@ class GossipFabricStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy)
         return {
             names[id(r.model)]: r
             for r in self.replicas
-            if not r.closed and all(id(part) in names for part in (r.model, *r.optimizers))
+            if not r.life.closed and all(id(part) in names for part in (r.model, *r.optimizers))
         }
 
     @classmethod
@@ -143,7 +143,7 @@ class _NodeWindow:
         self._strategy = strategy
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
-        found = [replica for replica in self._strategy.replicas if replica.model is module and not replica.closed]
+        found = [replica for replica in self._strategy.replicas if replica.model is module and not replica.life.closed]
         return found[0].no_sync() if enabled and found else contextlib.nullcontext()
 
 

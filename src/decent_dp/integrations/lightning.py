@@ -143,13 +143,13 @@ class GossipStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy):  # t
             ending.callback(self._current.close)
             ending.callback(self._contexts.close)
             ending.callback(self._evaluation.close)
-            if not (self._trainer.interrupted or self._current.failed):
+            if not (self._trainer.interrupted or self._current.life.fault):
                 self._current.average_()
 
     @property
     def _training(self) -> bool:
         """Whether the workers have replicas of their own, in ``fit``."""
-        return self.replica is not None and not self.replica.closed
+        return self.replica is not None and not self.replica.life.closed
 
     @property
     def _current(self) -> Gossip:

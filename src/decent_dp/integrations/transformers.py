@@ -206,7 +206,7 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
 
     @property
     def _training(self) -> bool:
-        return self.replica is not None and not self.replica.closed
+        return self.replica is not None and not self.replica.life.closed
 
     # -- called by the Trainer ----------------------------------------------------------------------------------------
 

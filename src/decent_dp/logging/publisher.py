@@ -46,7 +46,7 @@ def publish(model: Trained) -> None:
         RuntimeError: it was closed.
     """
     replica = replica_of(model, "publish")
-    replica.refuse_stopped()
+    replica.life.refuse_stopped()
     if any(isinstance(listener, _Publisher) for listener in replica.listeners):
         return
     publisher = _Publisher(replica)

@@ -84,7 +84,7 @@ class Recorder:
         self._replica = replica = replica_of(model, "Recorder")
         rank = replica.world.rank
         # A process that joins makes it alone.
-        control = replica.world.control if replica.before_first_round is None else None
+        control = replica.world.control if replica.life.before_first_round is None else None
         if control is not None:
             replica.begin_collective("Recorder")
 
@@ -134,7 +134,7 @@ class Recorder:
         self._add(loss)
         replica.catch_up()
         if replica.cadence.is_due(self._every, replica.engine.round, self) and replica.engine.round != self._round:
-            if replica.joining:
+            if replica.life.joining:
                 self._write_local()
             else:
                 self._write_point("log of Recorder")

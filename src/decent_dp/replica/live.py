@@ -81,7 +81,7 @@ def start_replica(
 def live_replicas() -> list[Replica]:
     """Returns the replicas that are neither closed nor garbage-collected."""
     with _LOCK:
-        return [replica for replica in _LIVE if not replica.closed]
+        return [replica for replica in _LIVE if not replica.life.closed]
 
 
 def _find_superseded(model: nn.Module) -> list[Replica]:

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from decent_dp.arguments import FLOAT_DTYPES
 from decent_dp.compression import all_finite
 from decent_dp.errors import NonFiniteError
 from decent_dp.membership import Members
@@ -33,37 +34,58 @@ class Mean:
     Where faults are tolerated, the mean is that of the finite replicas.
 
     Args:
-        world: connects all workers.
-        members: of the run.
+        world: connects all workers. ``members``: of the run.
+        weights: of this replica, and of this worker in the mean of buffers that each has its own copy of; None: all equal.
+        with_buffers: whether floating-point buffers (such as BatchNorm statistics) are averaged, too.
 
     Attributes:
         backup: pairs (tensor, own value) while tensors have other values; None otherwise.
         scoped: whether the end of a with-block restores the backup.
-        weights: of this replica, and of this worker in the mean of buffers that each has its own copy of; None: all equal.
+        weights: as given.
     """
 
-    def __init__(self, model: nn.Module, parameters: Parameters, world: Transport, members: Members, mates: Mates) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Parameters,
+        world: Transport,
+        members: Members,
+        mates: Mates,
+        weights: tuple[float, float] | None,
+        *,
+        with_buffers: bool,
+    ) -> None:
         self._model, self._parameters = model, parameters
         self._world, self._members, self._replicas, self._mates = world, members, members.replicas, mates
         self._needs_all = not members.tolerates_faults
+        self._with_buffers = with_buffers
         self.backup: list[tuple[Tensor, Tensor]] | None = None
         self.scoped = False
-        self.weights: tuple[float, float] | None = None
+        self.weights = weights
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Those that are averaged."""
+        return [buffer for buffer in self._model.buffers() if self._with_buffers and buffer.dtype in FLOAT_DTYPES]
 
     # -- of all replicas ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def check_finite(
-        self, what: str, averaged: Sequence[Tensor] = (), params: Sequence[Tensor] | None = None, *, buffers: bool = True
+        self,
+        what: str,
+        params: Sequence[Tensor] | None = None,
+        buffers: Sequence[Tensor] | None = None,
+        *,
+        uses_buffers: bool = True,
     ) -> bool:
         """Checks, before a mean over the replicas, that it will be finite. Called by all workers.
 
         Args:
             what: the name of the user's call.
-            averaged: the buffers that take part. Infinities are allowed in them (a best loss so far), and so is a NaN that
-                all workers have.
-            params: the tensors that take part in place of the parameters; None for the parameters.
-            buffers: whether this worker uses the means of buffers.
+            params, buffers: the tensors that take part in place of the parameters and of ``buffers``. Infinities are allowed
+                in buffers (a best loss so far), and so is a NaN that all workers have.
+            uses_buffers: whether this worker uses the means of buffers.
 
         Returns:
             Whether this worker's replica is part of the mean.
@@ -73,14 +95,14 @@ class Mean:
                 tolerated: each one does.
         """
         control, params = self._world.control, self._parameters.locate() if params is None else params
-        chosen = set(map(id, averaged))
+        chosen = set(map(id, self.buffers if buffers is None else buffers))
         named = [(name, local(buffer)) for name, buffer in self._model.named_buffers() if id(buffer) in chosen]
         param = next(
             (name for name, t in zip(self._parameters.names, params, strict=False) if not all_finite(t.detach())), None
         )
-        found = control.gather([param, [name for name, t in named if bool(t.isnan().any())], buffers])
+        found = control.gather([param, [name for name, t in named if bool(t.isnan().any())], uses_buffers])
         everywhere = set.intersection(*(set(names) for _, names, _ in found))
-        uses_buffers = any(used for _, _, used in found)
+        are_used = any(used for _, _, used in found)
         problems: dict[int, str] = {}
         for rank, (name, names, _) in zip(control.ranks, found, strict=True):
             culprit = next((name for name in names if name not in everywhere), None)
@@ -90,7 +112,7 @@ class Mean:
                     "infinity: a batch, a loss or a gradient was not finite there. Start the workers again from the last "
                     "checkpoint."
                 )
-            elif culprit is not None and uses_buffers:
+            elif culprit is not None and are_used:
                 problems[rank] = (
                     f"{what} needs the mean of all replicas, and buffer '{culprit}' of worker {rank} holds a NaN: reset it "
                     "there, as BatchNorm's reset_running_stats() does, or leave buffers out (averaged(buffers=False) of "
@@ -107,16 +129,18 @@ class Mean:
         return number_of[self._world.rank] not in bad
 
     @torch.no_grad()
-    def average_(self, buffers: Sequence[Tensor], counts: bool, params: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Replaces parameters and ``buffers`` by their means; returns the squared distances of the old parameters to theirs.
+    def average_(
+        self, counts: bool, params: Sequence[Tensor] | None = None, buffers: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Replaces parameters and buffers by their means; returns the squared distances of the old parameters to theirs.
 
         Parts and sharded buffers are averaged over replicas. Each worker has its own copy of any other buffer, so those are
         averaged over all workers.
 
         Args:
-            counts: as ``check_finite`` returns it.
-            params: parts of tensors that take part in place of the parameters; None for the parameters.
+            counts: as ``check_finite`` returns it. ``params``, ``buffers``: as there.
         """
+        buffers = self.buffers if buffers is None else buffers
         params = self._parameters.locate() if params is None else params
         parts = [*params, *(local(buffer) for buffer in buffers if is_sharded(buffer))]
         tensors = [*parts, *(buffer for buffer in buffers if not is_sharded(buffer))]

@@ -20,11 +20,14 @@ _log = logging.getLogger(__name__)
 class HookedModel(ABC):
     """Follows the saves and loads of a model, and refuses PyTorch DDP around it. The hooks refer to this object weakly.
 
+    Args:
+        in_ddp: whether DDP around the model averages over the workers of a replica, as it should.
+
     Attributes:
         hooks: the handles of all hooks, also of those that subclasses add.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, in_ddp: bool) -> None:
         self.model = model
         # A state dict without a key of the model: the place of the model in it, and the names that it has there.
         self._unfit: tuple[str, list[str]] | None = None
@@ -34,33 +37,27 @@ class HookedModel(ABC):
         module: Any  # torch does not type the hooks
         for module in modules:
             self.hooks += [
-                module.register_state_dict_pre_hook(_Hook(me, known, lambda own, *_: own.before_save())),
-                module.register_state_dict_post_hook(_Hook(me, known, lambda own, *args: own.after_save(*args[:3]))),
+                module.register_state_dict_pre_hook(_Hook(me, known, lambda own, *_: own._before_save())),
+                module.register_state_dict_post_hook(_Hook(me, known, lambda own, *args: own._after_save(*args[:3]))),
                 module.register_load_state_dict_pre_hook(_Hook(me, known, HookedModel._pre_load)),
                 module.register_load_state_dict_post_hook(_Hook(me, known, HookedModel._post_load)),
             ]
-        for module in called_first(model):
+        for module in () if in_ddp else called_first(model):
             self.hooks.append(module.register_forward_pre_hook(_ForwardHook(me, known, _refuse_ddp)))
 
-    @property
-    def averages_gradients(self) -> bool:
-        """Whether DDP around the model averages over the workers of a replica, as it should."""
-        return False
-
     @abstractmethod
-    def before_save(self) -> None:
+    def _before_save(self) -> None:
         """Called before the values of a module are read."""
 
-    @abstractmethod
-    def after_save(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    def _after_save(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:  # noqa: B027  # needs nothing
         """Called when the values of ``module`` and its descendants are in ``state``, under ``prefix``."""
 
     @abstractmethod
-    def before_load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    def _before_load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Called before ``state`` is copied into the module's own parameters; children have their own calls."""
 
     @abstractmethod
-    def after_load(self) -> None:
+    def _after_load(self) -> None:
         """Called when a module and its descendants have been loaded."""
 
     def _pre_load(self, module: nn.Module, state: dict[str, Any], prefix: str, local: Any, *_: Any) -> None:
@@ -69,7 +66,7 @@ class HookedModel(ABC):
                 "load_state_dict(assign=True) would put other tensors in the place of those that train and mix. Load with "
                 "assign=False: the values are copied into them."
             )
-        self.before_load(module, state, prefix)
+        self._before_load(module, state, prefix)
         if module is self.model:
             names = [key[len(prefix) :] for key in state if key.startswith(prefix)]
             # A larger module may be loaded in parts.
@@ -77,7 +74,7 @@ class HookedModel(ABC):
             self._unfit = (prefix, names) if unfit else None
 
     def _post_load(self, module: nn.Module, incompatible: Any) -> None:
-        self.after_load()
+        self._after_load()
         if module is not self.model or self._unfit is None:
             return
         prefix, names = self._unfit
@@ -110,8 +107,6 @@ def called_first(model: nn.Module) -> Iterator[Any]:
 
 
 def _refuse_ddp(own_model: HookedModel, module: nn.Module, *_: Any) -> None:
-    if own_model.averages_gradients:
-        return
     around: nn.Module = DistributedDataParallel._active_ddp_module  # type: ignore[assignment]
     own = set(map(id, module.parameters()))
     if any(id(param) in own for param in around.parameters()):

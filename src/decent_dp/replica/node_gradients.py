@@ -189,7 +189,7 @@ class NodeGradients:
             me = weakref.ref(self)
             end = EndOfBackward(
                 lambda: gradients._end() if (gradients := me()) else None,
-                lambda _: gradients._sum_at_end() if (gradients := me()) else None,
+                lambda: gradients._sum_at_end() if (gradients := me()) else None,
             )
             end.queue()
             backward = self._backward = _Running(torch._C._current_graph_task_id(), weakref.ref(end))

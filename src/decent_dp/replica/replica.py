@@ -22,13 +22,13 @@ from torch.optim import Optimizer
 
 from decent_dp._checks import check_integer
 from decent_dp._sizes import MIB
-from decent_dp.arguments import FLOAT_DTYPES
 from decent_dp.compression import check_compression
 from decent_dp.engine import Bucket, Edit, Engine
 from decent_dp.faults import Roster
 from decent_dp.replica.cadence import Cadence
 from decent_dp.replica.consistency import check_same_call, gather_by_rank
 from decent_dp.replica.construction import Agreement
+from decent_dp.replica.lifecycle import Lifecycle, State, passing_error, shut_down
 from decent_dp.replica.mates import Mates
 from decent_dp.replica.mean import Mean
 from decent_dp.replica.module_hooks import HookedModel
@@ -36,7 +36,6 @@ from decent_dp.replica.momenta import Momenta, tell_replicas
 from decent_dp.replica.parameters import Parameters
 from decent_dp.replica.shards import fsdp_modules
 from decent_dp.replica.shares import describe_replica
-from decent_dp.replica.shutdown import passing_error, shut_down
 from decent_dp.replica.stats import Stats
 from decent_dp.replica.uneven import finish_together
 from decent_dp.topo import schedule
@@ -85,9 +84,8 @@ class Replica(HookedModel):
         cadence: in which rounds calls of all workers are due.
         scaler: the GradScaler of its loss, or None.
         steps: optimizer steps taken.
-        joining: whether it is inside ``join``. ``joins``: how often all workers have left it.
-        closed: whether rounds are over.
-        superseded: whether it was closed because a newer replica took the model over.
+        joins: how often all workers have left ``join``.
+        life: whether it can make rounds.
         monitor: who takes part. ``mates``: those that hold parts of this replica.
     """
 
@@ -108,31 +106,30 @@ class Replica(HookedModel):
         compression = check_compression(agreed.settings.compression)
         self.engine = Engine(self.peers, self.topology, agreed.rule, compression, self.peers.table)
         self.monitor = agreed.monitor
-        # Of a process that joins a run: makes it a member.
-        self.before_first_round: Callable[[], None] | None = None
-        self.monitor.callbacks.append(lambda _, new: self.tell_optimizers(new.members))
+        self.monitor.callbacks.append(lambda _, new: self._tell_optimizers(new.members))
         self.mates = Mates(transport, self.monitor)
         self.mates.explain(fsdp_modules(model))
         if not isinstance(transport, NewcomerTransport):  # else they are connected later
             self.mates.start(0)
-        self.mean = Mean(model, self.parameters, transport, self.monitor, self.mates)
-        self.mean.weights = agreed.weights
+        with_buffers = agreed.settings.sync_buffer_in_global_avg
+        parts = model, self.parameters, transport, self.monitor, self.mates, agreed.weights
+        self.mean = Mean(*parts, with_buffers=with_buffers)
         self.momenta = Momenta([], {}, agreed.rule)
         self.listeners, self.cadence, self.optimizers = list[Listener](), Cadence(), list[Optimizer]()
         self.edits: Mapping[int, Edit | None] = {}
         self.scaler: torch.amp.GradScaler | None = None
         self.steps, self._nonfinite_in = 0, -1
-        self.joining = self._has_run_out = self.closed = self.superseded = False
-        self._handled, self.joins = id(sys.exc_info()[1]), 0
+        self._has_run_out, self.joins = False, 0
+        self._handled = id(sys.exc_info()[1])
         self._on_cuda = any(param.is_cuda for param in self.parameters.params)
-        self._fault: BaseException | None = None
-        super().__init__(model)
+        self.life = Lifecycle(self.WHAT, self.MODEL, transport, self.mates, on_cuda=self._on_cuda)
+        super().__init__(model, in_ddp=self.shares is not None and self.shares.group.averages)
         where = f"{self.KIND}: worker {transport.rank} of {transport.world_size}, topology {self.topology!r}"
         params = self.parameters.params
         size = f"{sum(param.numel() for param in params)} trainable parameters in {len(params)} tensors"
         _log.debug("%s, compression %s, %s", where, self.settings.compression, size)
         if transport.rank == 0:
-            _log.info("%d workers, %d replicas; %s", transport.world_size, len(self.replicas.workers), self.describe_replica())
+            _log.info("%d workers, %d replicas; %s", transport.world_size, len(self.replicas.workers), self._describe_replica())
         # Runs at exit too, also in processes of multiprocessing, where atexit handlers do not run.
         args = (self.engine, transport, self.monitor.epochs, threading.current_thread())
         self._finalizer = Finalize(self, shut_down, args=args, exitpriority=100)
@@ -140,7 +137,7 @@ class Replica(HookedModel):
     # -- implemented by drivers ---------------------------------------------------------------------------------------
 
     @abstractmethod
-    def mix_only(self) -> None:
+    def _mix_only(self) -> None:
         """Makes one round without an optimizer step."""
 
     @abstractmethod
@@ -167,25 +164,33 @@ class Replica(HookedModel):
 
     def apply_pending(self) -> None:
         """Makes a pending update, if drivers leave any, before the replica is observed."""
-        self.refuse_superseded()
+        self.life.refuse_superseded()
 
-    def begin_round(self) -> None:
-        """Called before any bucket is used."""
-        if self.mean.backup is not None:  # this round makes the mean the replica's own values
-            self.invalidate()
-        self.rebind()
-        self.engine.renew()
-        if self.before_first_round is not None:
-            self.before_first_round()
-            self.before_first_round = None
-        if self.engine.started is None and self.monitor.tolerates_faults and self.replicas.shards == 1:  # a mesh needs it
-            self.world.leave_process_group()
-        self.mates.refuse_lost()
-        self.monitor.look(before := self.engine.round)
-        self.catch_up()
-        if self.engine.round > before:  # an epoch may have begun in the rounds that were left out
-            self.monitor.look(self.engine.round)
-        self.world.announce(self.engine.round)
+    @contextlib.contextmanager
+    def _round(self) -> Iterator[None]:
+        """Context manager around a round: from the present storage and the round of the others to the listeners."""
+        self.life.refuse_stopped()
+        # A round may be made during an evaluation. Tensors that it allocates must not be inference tensors.
+        with self.life.failing(), torch.inference_mode(False):
+            if self.mean.backup is not None:  # this round makes the mean the replica's own values
+                self.invalidate()
+            self.rebind()
+            self.engine.renew()
+            if self.life.before_first_round is not None:
+                self.life.before_first_round()
+                self.life.before_first_round = None
+            if self.engine.started is None and self.monitor.tolerates_faults and self.replicas.shards == 1:  # a mesh needs it
+                self.world.leave_process_group()
+            self.mates.refuse_lost()
+            self.monitor.look(before := self.engine.round)
+            self.catch_up()
+            if self.engine.round > before:  # an epoch may have begun in the rounds that were left out
+                self.monitor.look(self.engine.round)
+            self.world.announce(self.engine.round)
+            yield
+        self.world.report("")  # an earlier error did not end the run
+        for listener in list(self.listeners):
+            listener.round_ended()
 
     def use_buckets(self, buckets: list[Bucket]) -> None:
         """Replaces all buckets, after the optimizers."""
@@ -195,7 +200,7 @@ class Replica(HookedModel):
             sizes = [f"{bucket.buffer.plan.numel * bucket.buffer.plan.dtype.itemsize / MIB:.3g}" for bucket in buckets]
             _log.debug("worker %d: %d buckets, MiB: %s", self.world.rank, len(buckets), ", ".join(sizes))
 
-    def tell_optimizers(self, members: Sequence[int]) -> None:
+    def _tell_optimizers(self, members: Sequence[int]) -> None:
         """Tells optimizers which replicas take part."""
         tell_replicas(self.optimizers, len(members), schedule.share_of(self.topology, self.peers.rank, members))
         self.engine.mark_stale(self.momenta.forget())  # what is in flight is of the members before
@@ -208,14 +213,10 @@ class Replica(HookedModel):
         for bucket in self.engine.buckets:
             bucket.buffer.rebind()
 
-    def describe_replica(self) -> str:
+    def _describe_replica(self) -> str:
         """Describes the unit that mixes, for ``repr`` and the log."""
         own = self.replicas.workers_of(self.replicas.place_of(self.world.rank)[0])
         return describe_replica(own, self.shares, self.world.carrier(on_gpus=self._on_cuda))
-
-    @property
-    def averages_gradients(self) -> bool:
-        return self.shares is not None and self.shares.group.averages
 
     @property
     def nonfinite_in(self) -> int:
@@ -235,23 +236,32 @@ class Replica(HookedModel):
                 self.shares.gather(kind, (slot.index for bucket in buckets for slot in bucket.buffer.plan.slots))
         self.engine.finished.clear()
 
-    def end_round(self, *, stepped: bool) -> None:
-        """Called after all buckets were started."""
-        self.engine.wait_for_read()
-        self.engine.finished.clear()
-        if _log.isEnabledFor(logging.DEBUG):
-            what, ranks = "with" if stepped else "without", self.topology.get_edge(self.engine.round).ranks
-            _log.debug("worker %d: round %d %s a step, edge %s", self.world.rank, self.engine.round, what, ranks)
-        self.cadence.add(self.engine.round)
-        self.momenta.fade(self.engine.round, self.engine.round + 1)
-        self.engine.advance()
-        self.steps += stepped
+    def _exchange(self, *, stepped: bool, step: Callable[[int], None] = lambda _: None) -> None:
+        """Mixes in what is in flight and starts the next exchange, bucket by bucket. It ends the round.
 
-    def notify_listeners(self) -> None:
-        """Notifies the listeners of the end of a round; called outside ``faults``."""
-        self.world.report("")  # an earlier error did not end the run
-        for listener in list(self.listeners):
-            listener.round_ended()
+        Args:
+            stepped: whether optimizers step in this round.
+            step: called in between, with the number of the bucket among the present ones.
+        """
+        engine, overlap = self.engine, self.settings.overlap
+        for number, bucket in enumerate(engine.buckets):
+            edit = self.edits.get(bucket.number)
+            if overlap:
+                engine.finish_due(bucket, edit).raise_if_failed()
+            step(number)
+            engine.start(bucket, edit)
+        if not overlap:
+            for bucket in engine.buckets:
+                engine.finish(bucket, self.edits.get(bucket.number)).raise_if_failed()
+        self.share()
+        engine.wait_for_read()
+        if _log.isEnabledFor(logging.DEBUG):
+            what, ranks = "with" if stepped else "without", self.topology.get_edge(engine.round).ranks
+            _log.debug("worker %d: round %d %s a step, edge %s", self.world.rank, engine.round, what, ranks)
+        self.cadence.add(engine.round)
+        self.momenta.fade(engine.round, engine.round + 1)
+        engine.advance()
+        self.steps += stepped
 
     def catch_up(self) -> None:
         """Goes on in the round of the others, if they have gone on without this replica. Called between two rounds."""
@@ -274,7 +284,7 @@ class Replica(HookedModel):
         """
         check_integer("every", every, 1, "rounds")
         self.apply_pending()
-        if self.before_first_round is not None:
+        if self.life.before_first_round is not None:
             return False
         self.catch_up()
         return self.cadence.is_due(every, self.engine.round)
@@ -289,7 +299,7 @@ class Replica(HookedModel):
             listener.reached_boundary()
 
     def _wait_while_cut_off(self, *, at_once: bool) -> None:
-        while not self.closed and self.monitor.has_to_wait(self.engine.round, at_once=at_once):
+        while not self.life.closed and self.monitor.has_to_wait(self.engine.round, at_once=at_once):
             self._tell_boundary()
 
     def invalidate(self, params: Iterable[Tensor] | None = None) -> None:
@@ -307,24 +317,24 @@ class Replica(HookedModel):
 
         A worker that has run out of batches goes on mixing, without steps, until all have. A worker may have no batch.
         """
-        if self.joining:
+        if self.life.joining:
             raise RuntimeError("join() was entered inside join(): one is enough, around the loop.")
         self.apply_pending()
-        self.joining = True
+        self.life.joining = True
         try:
             yield
             self.apply_pending()
-            self.follow_others()
+            self._follow_others()
             self._has_run_out = True
-            finish_together(self.world, self.engine, self.joins, self.mix_only, self._between_looks)
+            finish_together(self.world, self.engine, self.joins, self._mix_only, self._between_looks)
             self.joins += 1
         except Exception as error:
             self.world.report(f"{type(error).__name__} in round {self.engine.round}: {error}")
             raise
         finally:
-            self.joining = self._has_run_out = False
+            self.life.joining = self._has_run_out = False
 
-    def follow_others(self) -> None:
+    def _follow_others(self) -> None:
         """This worker has run out of batches: it follows those of its node that have not."""
 
     def _between_looks(self) -> None:
@@ -366,96 +376,27 @@ class Replica(HookedModel):
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
-    @property
-    def failed(self) -> bool:
-        """Whether a round has failed, so that no further one can be made. The replica can still be read and saved."""
-        return self._fault is not None
-
-    @contextlib.contextmanager
-    def faults(self) -> Iterator[None]:
-        """Marks the replica as failed if an exception leaves the with-block."""
-        try:
-            with self.mates.explaining():
-                yield
-        except BaseException as error:
-            self._fault = error
-            self.world.report(f"{type(error).__name__}: {error}")
-            raise
-
-    def refuse_stopped(self) -> None:
-        """Raises RuntimeError if no round can be made: the replica is closed, failed, or in a CUDA-graph capture."""
-        self.refuse_superseded()
-        if self.closed:
-            raise RuntimeError(f"{self.WHAT} was closed: train before close(), or use {self.MODEL} on its own.")
-        if self._fault is not None:
-            raise RuntimeError(
-                f"an update failed earlier ({type(self._fault).__name__}: {self._fault}), and this replica is out of step with "
-                "the others: start the workers again."
-            ) from self._fault
-        if self._on_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"a CUDA graph is being captured, and {self.WHAT} would make its rounds in the capture and never in a replay: "
-                "capture the forward and the backward alone, before gossip() (torch.cuda.make_graphed_callables), or use "
-                "torch.compile(mode='reduce-overhead'), and step outside. A replay uses the memory that parameters had: give "
-                "the wrapper param_as_bucket_view=False, or it moves them."
-            )
-
-    def refuse_superseded(self) -> None:
-        """Raises RuntimeError if a newer replica has taken the model over."""
-        if self.superseded:
-            raise RuntimeError(f"{self.WHAT} had made no update when a newer one took its model over: use the newer one.")
-
-    def refuse_closed(self) -> None:
-        """Raises RuntimeError after ``close``; called before a save."""
-        self.refuse_superseded()
-        if self.closed:
-            raise RuntimeError(f"{self.WHAT} was closed: save before close(), or keep {self.MODEL}.state_dict().")
-
     def reach_step_boundary(self, what: str) -> None:
         """Finishes a pending update, for a call of the user's named ``what``.
 
         Raises:
             RuntimeError: inside a backward, or after a round that failed.
         """
-        self.refuse_inside(what)
-        if not self.failed:
+        self.life.refuse_inside(what)
+        if self.life.fault is None:
             self.apply_pending()
-        if self._fault is not None:
-            raise RuntimeError(
-                f"{what} came after an update that failed half-way ({type(self._fault).__name__}: {self._fault}): this replica "
-                "is out of step with the others. Start the workers again from what was saved before."
-            ) from self._fault
-
-    def refuse_inside(self, what: str) -> None:
-        """Raises RuntimeError inside a backward; ``what`` names the user's call."""
-        if torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(f"{what} was called inside a backward: call it after the backward has returned.")
-
-    def refuse_in_join(self, what: str, instead: str = "after") -> None:
-        """Raises RuntimeError inside ``join``, where workers may wait in another collective; ``what`` names the call."""
-        if self.joining:
-            raise RuntimeError(
-                f"{what} was called inside join(), where some workers have run out: call it {instead} the with-block."
-            )
-
-    def refuse_before_member(self, what: str) -> None:
-        """Raises RuntimeError in a process that joins a run, before its first step; ``what`` names the user's call."""
-        if self.before_first_round is not None:
-            raise RuntimeError(
-                f"{what} was called in a process that joins a run, before its first step: it is no member yet, and has the "
-                f"newest state of another worker already. Leave {what} out where replica.roster.seat is -1."
-            )
+        self.life.refuse_failed(what)
 
     def begin_collective(self, what: str) -> None:
         """Checks, before a collective call of the user's, that all workers make this one, at the same round.
 
         Where faults are tolerated: that all make it that live.
         """
-        self.refuse_in_join(what)
-        self.refuse_inside(what)
-        self.refuse_before_member(what)
+        self.life.refuse_in_join(what)
+        self.life.refuse_inside(what)
+        self.life.refuse_before_member(what)
         self.apply_pending()
-        self.refuse_stopped()
+        self.life.refuse_stopped()
         self.mates.refuse_lost()
         self.monitor.look(self.engine.round)
         self._wait_while_cut_off(at_once=True)
@@ -489,7 +430,7 @@ class Replica(HookedModel):
 
         May be called again. The model is on its own after it.
         """
-        if self.closed:
+        if self.life.closed:
             return
         if (error := passing_error(self._handled)) is not None:
             self.world.report(f"{type(error).__name__}: {error}")
@@ -500,12 +441,12 @@ class Replica(HookedModel):
                 for listener in self.listeners:
                     ending.callback(listener.closing)
         except Exception as error:
-            if not self.failed:
+            if self.life.fault is None:
                 raise
             # The failed round has raised already. A second error in the caller's `finally` would hide that one.
             _log.warning("closed after a failed update: %s", error)
         finally:
-            self.closed = True
+            self.life.state = State.CLOSED
             for hook in self.hooks:
                 hook.remove()
             tell_replicas(self.optimizers, 1)
@@ -517,20 +458,14 @@ class Replica(HookedModel):
     @property
     def unused(self) -> bool:
         """Whether no update was made or begun, so that a newer replica may take the model over."""
-        return not (self.engine.round or self.failed or self.joining) and self.mean.backup is None
+        return not (self.engine.round or self.life.fault is not None or self.life.joining) and self.mean.backup is None
 
     def supersede(self) -> None:
         """Closes this unused replica, on all workers, because a newer one takes the model over."""
         self.close()
-        self.superseded = True
+        self.life.state = State.SUPERSEDED
 
     # -- the mean -----------------------------------------------------------------------------------------------------
-
-    def averaged_buffers(self) -> list[Tensor]:
-        """Returns the floating-point buffers (such as BatchNorm statistics) if they are to be averaged."""
-        if not self.settings.sync_buffer_in_global_avg:
-            return []
-        return [buffer for buffer in self.model.buffers() if buffer.dtype in FLOAT_DTYPES]
 
     @contextlib.contextmanager
     def averaged(self, buffers: bool = True) -> Iterator[None]:
@@ -544,11 +479,10 @@ class Replica(HookedModel):
             NonFiniteError: a replica holds a NaN or an infinity, or a buffer a NaN; on all of them.
         """
         self.begin_collective("averaged")
-        averaged = self.averaged_buffers()
-        counts = self.mean.check_finite("averaged", averaged, buffers=buffers)
+        counts = self.mean.check_finite("averaged", uses_buffers=buffers)
         # If some buffers are averaged, all are restored, because `calibrate` changes the others (counters) inside.
-        with self.mean.preserved([*self.parameters.params, *(self.model.buffers() if averaged else ())]):
-            self.mean.average_(averaged, counts)
+        with self.mean.preserved([*self.parameters.params, *(self.model.buffers() if self.mean.buffers else ())]):
+            self.mean.average_(counts)
             yield
 
     def consensus_distance(self) -> float:
@@ -577,11 +511,11 @@ class Replica(HookedModel):
 
     # -- saves and loads ----------------------------------------------------------------------------------------------
 
-    def before_save(self) -> None:
+    def _before_save(self) -> None:
         self.apply_pending()
 
-    def before_load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        self.refuse_before_member("load_state_dict")
+    def _before_load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        self.life.refuse_before_member("load_state_dict")
         self.apply_pending()
         self.parameters.locate()
         params, buffers = (
@@ -594,6 +528,6 @@ class Replica(HookedModel):
         elif params or buffers:
             self.invalidate(params)
 
-    def after_load(self) -> None:
+    def _after_load(self) -> None:
         self.rebind()
         self.engine.renew()

@@ -84,7 +84,7 @@ def take(replica: Replica, *, settled: bool = True) -> dict[str, Any]:
         ValueError: an optimizer's state cannot be saved; names it.
         PeerLostError, PeerTimeoutError: a worker that this one exchanges with is gone or silent.
     """
-    replica.refuse_closed()
+    replica.life.refuse_closed()
     replica.reach_step_boundary("save")
     replica.parameters.refuse_unreduced("save")
     mean = replica.mean
@@ -137,7 +137,7 @@ def settle(replica: Replica) -> None:
     It waits for messages of this and earlier rounds, and for no call of the other workers.
     """
     engine = replica.engine
-    with replica.faults(), torch.inference_mode(False):
+    with replica.life.failing(), torch.inference_mode(False):
         replica.rebind()
         with replica.mean.suspended():
             for bucket in engine.buckets:
@@ -155,16 +155,16 @@ def begin_load(replica: Replica, what: str = "load") -> None:
         RuntimeError: a worker is inside a backward or ``join``, after ``close``, or its model was changed; on all workers.
     """
     # In join, a worker without data waits for another message than the collectives below.
-    replica.refuse_in_join(what, "before")
-    if replica.closed:
-        replica.refuse_stopped()
+    replica.life.refuse_in_join(what, "before")
+    if replica.life.closed:
+        replica.life.refuse_stopped()
     # A pending update first, as others may be waiting for its exchange; inside a backward nothing is pending.
     replica.apply_pending()
 
     def refuse() -> None:
-        replica.refuse_inside(what)
+        replica.life.refuse_inside(what)
         replica.parameters.refuse_unreduced(what)
-        replica.refuse_stopped()
+        replica.life.refuse_stopped()
         replica.parameters.check_unchanged()
 
     call_on_all(replica.world.control, refuse)
@@ -221,7 +221,7 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None]) 
             buckets = call_on_all(control, lambda: _prepare(replica, state, undo))
             undo.pop_all()
         engine = replica.engine
-        with replica.faults():
+        with replica.life.failing():
             engine.drop()
             if "parameters" in state:
                 _write(replica, state)

@@ -60,7 +60,7 @@ def serve_joiners(replica: Replica) -> None:
         except BaseException:
             replica.close()
             raise
-        replica.before_first_round = joiner.enter
+        replica.life.before_first_round = joiner.enter
     # The thread that answers must not keep a replica alive that nobody uses any more.
     answer = weakref.WeakMethod(server.answer)
 
