@@ -300,10 +300,10 @@ LINES = {
     "membership": (1813, 1100),
     "replica": (5757, 2500),
     "backward": (781, 526),  # with _gossip and ddp 1,600
-    "checkpoint": (2501, 1900),
+    "checkpoint": (2483, 1900),
     "launch": (932, 500),
     "logging": (682, 350),
-    "integrations": (1893, 1200),
+    "integrations": (1848, 1200),
     "tools": (6945, 4500),
 }
 

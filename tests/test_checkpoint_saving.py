@@ -217,7 +217,7 @@ def test_saves_need_no_store(tmp_path, in_place):
     assert run_replicas(2, work) == [([None, None], True)] * 2
 
 
-def test_no_more_than_two_saves_are_in_flight(tmp_path):
+def test_one_save_is_in_flight(tmp_path):
     """So a worker whose peers are slow does not fill its disk."""
     most = []
 
@@ -236,11 +236,11 @@ def test_no_more_than_two_saves_are_in_flight(tmp_path):
         return found
 
     assert run_replicas(2, work) == [True, True]
-    assert max(most) == 2
+    assert max(most) == 1
 
 
 @pytest.mark.slow
-def test_a_third_save_raises_what_the_first_one_did_not_get(tmp_path):
+def test_a_second_save_raises_what_the_first_one_did_not_get(tmp_path):
     def work(transport: InProcessTransport) -> Any:
         if transport.rank == 1:  # never saves
             DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
@@ -249,8 +249,7 @@ def test_a_third_save_raises_what_the_first_one_did_not_get(tmp_path):
         transport.timeout = 4.0  # of a save; not of the hub
         model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
         began = time.monotonic()
-        for t in range(2):
-            save(model, tmp_path, {"t": t}, wait=False)
+        save(model, tmp_path, wait=False)
         assert time.monotonic() - began < 3.9
         found = error_of(lambda: save(model, tmp_path, wait=False)), time.monotonic() - began
         transport.control.gather(None)
@@ -288,19 +287,6 @@ def test_an_interrupt_while_a_save_waits_is_reported(tmp_path, monkeypatch):
     kind, text = run_replicas(2, work)[0]
     assert kind == "RuntimeError"
     assert "worker 1 could not write its shard: KeyboardInterrupt" in text
-
-
-def test_a_refused_save_behind_a_disk_that_hangs_is_named(tmp_path, monkeypatch, caplog):
-    hangs = threading.Event()
-    monkeypatch.setattr(saver, "write_shard", lambda *_: hangs.wait(30))
-    model = DecentralizedDataParallel(net(), SGD, transport=InProcessTransport(0, LocalHub(1, timeout=0.5)))
-    save(model, tmp_path, wait=False)
-    with pytest.raises(ValueError, match="keep"):
-        save(model, tmp_path, keep=0)
-    model.close()
-    hangs.set()
-    assert "save number 1 was refused, and the other workers do not know it yet, 0.5 s after close()" in caplog.text
-    assert "number 1/" not in caplog.text
 
 
 # -- for whom --------------------------------------------------------------------------------------------------------------
@@ -376,10 +362,9 @@ def test_what_an_earlier_run_still_writes_stays_until_a_newer_one_is_complete(tm
     """It was incomplete at the load, and may be complete by now."""
     model = alone(net())
     path = save(model, tmp_path, {"at": 0}).path
-    left, writes = (tmp_path / path.name.replace("-0-0-", f"-0-{number}-").replace("of-1", "of-2") for number in (1, 2))
-    for step in (left, writes):
-        step.mkdir()
-        (step / shard_name(0)).touch()
+    writes = tmp_path / path.name.replace("-0-0-", "-0-1-").replace("of-1", "of-2")
+    writes.mkdir()
+    (writes / shard_name(0)).touch()
     load(model, path)
     (writes / shard_name(1)).touch()
 
@@ -389,7 +374,7 @@ def test_what_an_earlier_run_still_writes_stays_until_a_newer_one_is_complete(tm
     with monkeypatch.context() as patch:
         patch.setattr(saver, "write_shard", full)
         assert save(model, tmp_path).error is not None
-    assert [step.exists() for step in (left, writes)] == [False, True]
+    assert writes.exists()
     saved = save(model, tmp_path, keep=1).path
     assert list(tmp_path.glob("step-*")) == [saved]
     model.close()

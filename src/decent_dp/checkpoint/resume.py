@@ -87,7 +87,7 @@ def load(
     sights = [Sight(**message) for message in control.gather(asdict(own))]
     chosen = call_on_all(control, lambda: folder.choose(root, sights))
     if chosen is None:
-        saver.loaded(root, own, sights)
+        saver.loaded(root, sights)
         if missing_ok:
             return None
         raise FileNotFoundError(f"no worker sees a complete checkpoint in {path}: pass another path, or save one first.")
@@ -107,7 +107,7 @@ def load(
         raise CheckpointError(f"{step} does not fit this run: {error}") from error
     if same:
         set_random_states(tree["random"], replica.model)
-    saver.loaded(root, own, sights)
+    saver.loaded(root, sights)
     _log.info("resumed from %s, round %d", step, tree["snapshot"]["round"])
     state: dict[str, Any] = tree["state"]
     return state

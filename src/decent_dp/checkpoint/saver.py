@@ -13,7 +13,6 @@ import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
@@ -43,8 +42,6 @@ _log = logging.getLogger(__name__)
 # The argument ``model`` of this package's functions: the wrapper, or the result of ``decent_dp.gossip``.
 Trained: TypeAlias = DecentralizedDataParallel | Replica
 
-# Saves of one replica in flight. Without a limit a worker whose peers are slow would fill its disk with incomplete checkpoints.
-_MOST_IN_FLIGHT = 2
 # Seconds that a worker which exits waits for the others' shards.
 _AT_EXIT = 30.0
 # Seconds that it waits for its own disk and the others, if an error ends it.
@@ -78,8 +75,7 @@ def save(
     the exchange in flight is finished and mixed in, as by ``flush()``, so that the run which continues equals the one that
     resumes. This thread copies the replica's state in memory: parameters, buffers, optimizer states, gradients of an open
     window. Other threads write it, one file per worker. The checkpoint is complete when the files of all workers are there;
-    until then the one before is the newest. A second save waits until this worker's file of the first is written. A third one
-    waits until the first is complete, or has failed.
+    until then the one before is the newest. A second save waits until the first is complete, or has failed.
 
     Where faults are tolerated, all workers that live call it, and it is a checkpoint of as many workers. If one dies before its
     file is written, the checkpoint does not become complete (``error`` says so), and training continues.
@@ -148,7 +144,7 @@ class Saving:
         self._over: futures.Future[Exception | None] = futures.Future()
         self._is_complete = self._raised = False
         # What is late where it is given up.
-        self._late = f"{path} was refused, and the other workers do not know it yet"
+        self._late = f"{path} was not complete"
 
     def __repr__(self) -> str:
         state = "in flight" if not self.done else "complete" if self.error is None else f"failed: {self.error}"
@@ -203,15 +199,13 @@ class _Root:
         may_take_over: this run has loaded from it.
         complete: checkpoints that are known to be complete.
         known: the names of checkpoints that this run has made, or judged at a load. Only these are ever removed: another
-            run may still write, a disk may come back, and a load looks at the newest ones only.
-        steps: of the ``Sight`` that this worker had at the load.
+            run may still write, and a disk may come back.
     """
 
     attempt: int = 0
     may_take_over: bool = False
     complete: set[str] = field(default_factory=set)
     known: set[str] = field(default_factory=set)
-    steps: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -237,7 +231,7 @@ class Saver(Listener):
         self._transport = transport
         self._memory = HostMemory()
         self._saves = 0
-        self._in_flight: deque[Saving] = deque()
+        self._in_flight: list[Saving] = []
         self._roots: dict[str, _Root] = {}
 
     # -- in the training thread ---------------------------------------------------------------------------------------
@@ -275,11 +269,10 @@ class Saver(Listener):
             refusal = error
             raise
         finally:
-            before = self._in_flight[-1] if self._in_flight else None
             saving = Saving(where, number, replica.engine.round, replica.world.control.ranks)
             if shard is not None:
                 saving._late = f"{where / shard_name(shard.record.rank)} was not written: the disk hangs, or is slow"
-            args = saving, before, refusal if shard is None else shard
+            args = saving, refusal if shard is None else shard
             threading.Thread(target=self._run, args=args, name="decent_dp-checkpoint", daemon=True).start()
             self._in_flight.append(saving)
         return saving
@@ -306,13 +299,13 @@ class Saver(Listener):
         """Waits until no save is in flight."""
         futures.wait([saving._over for saving in self._in_flight])
 
-    def loaded(self, path: Path, own: folder.Sight, sights: Sequence[folder.Sight]) -> None:
-        """All workers have loaded from the folder ``path``, in which they see ``sights``, and this one ``own``."""
+    def loaded(self, path: Path, sights: Sequence[folder.Sight]) -> None:
+        """All workers have loaded from the folder ``path``, in which they see ``sights``."""
         complete = set(folder.complete(sights))
         # A checkpoint that `latest` names was complete: its missing shards may be on a disk that comes back.
         lost = {sight.hint for sight in sights} - complete
         known = {name for sight in sights for name in sight.steps} - lost
-        self._roots[os.path.realpath(path)] = _Root(folder.attempt_of(sights), True, complete, known, own.steps)
+        self._roots[os.path.realpath(path)] = _Root(folder.attempt_of(sights), True, complete, known)
 
     def closing(self, at_error: bool = False) -> None:
         """Waits for this worker's own disk up to the timeout, and then for the others up to half a minute, or the timeout if
@@ -324,7 +317,7 @@ class Saver(Listener):
         futures.wait([saving._written for saving in in_flight], own)
         left = max(0.0, began + others - time.monotonic()) if at_error else others
         futures.wait([saving._over for saving in in_flight if saving._written.done()], left)
-        for saving in reversed(in_flight):  # each one waits for the one before
+        for saving in in_flight:
             if not saving.done:
                 late = PeerTimeoutError(f"{saving._late}, {others if saving._written.done() else own:g} s after close().")
                 _log.warning("%s", late)
@@ -333,19 +326,14 @@ class Saver(Listener):
             self._memory = HostMemory()
 
     def _wait_for_earlier(self) -> None:
-        """Raises the errors of saves that were not waited for, and waits until another save may begin."""
-        began = time.monotonic()
-        while self._in_flight and (self._in_flight[0].done or len(self._in_flight) >= _MOST_IN_FLIGHT):
-            futures.wait([self._in_flight[0]._over])
-            self._in_flight.popleft()._raise_error(once=True)
-        # There is memory for one copy.
-        futures.wait([saving._written for saving in self._in_flight])
-        if (waited := time.monotonic() - began) > 0.01:
-            _log.info("save waited %.3f s for those before it", waited)
+        """There is memory for one copy. Raises the errors of saves that were not waited for."""
+        self.drain()
+        while self._in_flight:
+            self._in_flight.pop(0)._raise_error(once=True)
 
     # -- in the thread of a save --------------------------------------------------------------------------------------
 
-    def _run(self, saving: Saving, before: Saving | None, shard: _UnwrittenShard | BaseException) -> None:
+    def _run(self, saving: Saving, shard: _UnwrittenShard | BaseException) -> None:
         """Writes a shard, or tells the others why this worker refuses the save."""
         try:
             own: BaseException | None = shard if isinstance(shard, BaseException) else None
@@ -353,8 +341,6 @@ class Saver(Listener):
                 own = self._write(saving.path, shard)
                 saving._late = f"{saving.path} was not complete"
             saving._written.set_result(None)
-            if before is not None:  # `latest` names the newest at last
-                futures.wait([before._over])
             error = self._outcome(saving, own)
             if isinstance(shard, BaseException):  # the training thread has raised it
                 saving._finish(None)
@@ -384,11 +370,7 @@ class Saver(Listener):
                 if not all_finite(shard.staged.tensors[key]):
                     raise CheckpointError(f"parameter '{name}' holds a NaN or an infinity: earlier checkpoints are kept")
             folder.claim(folder.make_folder(path.parent), run, rank, may_take_over=root.may_take_over)
-            if root.may_take_over:
-                root.may_take_over = False
-                # Killed runs have left them. One with a new shard belongs to a run that still writes into it.
-                left = root.steps.keys() & (root.known - root.complete)
-                folder.remove(path.parent, [name for name in left if folder.look_at(path.parent / name) == root.steps[name]])
+            root.may_take_over = False
             write_shard(folder.make_folder(path), shard.record, shard.staged.tensors, shard.text)
         except Exception as error:
             return error

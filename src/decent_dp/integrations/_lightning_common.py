@@ -17,10 +17,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from decent_dp import Gossip, Rule, Tolerate, Topology, gossip
+from decent_dp import Gossip, gossip
 from decent_dp._checks import install_hint
 from decent_dp.checkpoint import load, save
 from decent_dp.errors import CheckpointError
+from decent_dp.integrations import OPTIONS
 from decent_dp.integrations._survivors import save_again
 from decent_dp.replica.consistency import call_on_all
 
@@ -70,42 +71,16 @@ class GossipArguments(Strategy):  # type: ignore[misc]
     # What the DDPStrategy calls its precision plugin.
     PRECISION: ClassVar[str]
 
-    def __init__(
-        self,
-        *,
-        topology: str | Topology = "base-2",
-        compression: str | None = None,
-        mix_every: int = 1,
-        rule: Rule | None = None,
-        faults: Tolerate | None = None,
-        encrypt: bool | None = None,
-        overlap: bool = True,
-        bucket_size_in_mb: float = 25,
-        local_world_size: int | None = None,
-        replica: str | None = None,
-        **lightning: Any,
-    ) -> None:
-        for key in lightning.keys() - _LIGHTNING - {self.PRECISION}:
+    def __init__(self, **arguments: Any) -> None:
+        self._options = {key: arguments.pop(key) for key in OPTIONS & arguments.keys()}
+        for key in arguments.keys() - _LIGHTNING - {self.PRECISION}:
             why = "it is unknown"
             if key in _ELSEWHERE:
                 why = _ELSEWHERE[key]
             elif key in _DDP or key.startswith("ddp_comm"):
                 why = "it is an argument of PyTorch's DDP, which is not used: nothing wraps the model, and gradients stay local"
             raise TypeError(f"{type(self).__name__} has no argument '{key}': {why}. Leave it out.")
-        super().__init__(**lightning)
-        self._gossip = partial(
-            gossip,
-            topology=topology,
-            compression=compression,
-            mix_every=mix_every,
-            rule=rule,
-            faults=faults,
-            encrypt=encrypt,
-            overlap=overlap,
-            bucket_size_in_mb=bucket_size_in_mb,
-            replica=replica,
-        )
-        self._local_world_size = local_world_size
+        super().__init__(**arguments)
         self.reset()
 
     def reset(self) -> None:
@@ -128,9 +103,10 @@ class GossipArguments(Strategy):  # type: ignore[misc]
         """Calls ``gossip``, with the precision plugin's scaler and the number of devices of a node."""
         if self.has_lost_workers:
             raise RuntimeError("workers have died in an earlier training, which a new one needs: start all workers again.")
-        on_node = self.num_processes if self._local_world_size is None else self._local_world_size
-        scaler = getattr(getattr(self, self.PRECISION), "scaler", None)
-        return self._gossip(model, optimizers, scaler=scaler, local_world_size=on_node)
+        options = {**self._options, "scaler": getattr(getattr(self, self.PRECISION), "scaler", None)}
+        if options.get("local_world_size") is None:
+            options["local_world_size"] = self.num_processes
+        return gossip(model, optimizers, **options)
 
 
 # -- replicas beside a checkpoint file --------------------------------------------------------------------------------

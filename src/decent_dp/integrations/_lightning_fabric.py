@@ -33,9 +33,9 @@ class GossipFabricStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy)
     optimizers; ``fabric.load`` then resumes exactly. Evaluate with ``with fabric.strategy.replica.averaged():``.
 
     Args:
-        topology, compression, mix_every, rule, faults, overlap, bucket_size_in_mb, local_world_size, replica: as of
+        topology, compression, mix_every, rule, faults, encrypt, overlap, bucket_size_in_mb, local_world_size, replica: as of
             ``decent_dp.gossip``; ``local_world_size`` None is Fabric's number of devices per node.
-        lightning: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``, ``precision``,
+        arguments: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``, ``precision``,
             ``process_group_backend``, ``timeout`` and ``start_method`` of Fabric's DDPStrategy.
 
     Attributes:

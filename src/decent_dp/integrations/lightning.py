@@ -62,9 +62,9 @@ class GossipStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy):  # t
     from which ``fit(ckpt_path=...)`` resumes exactly. At the end of ``fit`` the model is the mean.
 
     Args:
-        topology, compression, mix_every, rule, faults, overlap, bucket_size_in_mb, local_world_size, replica: as of
+        topology, compression, mix_every, rule, faults, encrypt, overlap, bucket_size_in_mb, local_world_size, replica: as of
             ``decent_dp.gossip``; ``local_world_size`` None is the Trainer's number of devices per node.
-        lightning: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``, ``precision_plugin``,
+        arguments: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``, ``precision_plugin``,
             ``process_group_backend``, ``timeout`` and ``start_method`` of Lightning's DDPStrategy.
 
     Attributes:

@@ -14,11 +14,11 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
-from decent_dp import Gossip, Tolerate, checkpoint, gossip
+from decent_dp import Gossip, checkpoint, gossip
 from decent_dp._checks import install_hint
 from decent_dp.launch import read_environment
 from decent_dp.replica.averages import differing
@@ -33,12 +33,9 @@ try:
 except ImportError as error:
     raise ImportError(f"the Trainer needs transformers and accelerate; {install_hint('transformers')}") from error
 
+from decent_dp.integrations import OPTIONS
 from decent_dp.integrations._survivors import save_again
 from decent_dp.integrations._trainer_survivors import TrainerOverSurvivors
-
-if TYPE_CHECKING:
-    from decent_dp.rules import Rule
-    from decent_dp.topo import Topology
 
 __all__ = ["GossipCallback", "attach"]
 
@@ -50,21 +47,7 @@ _OLDEST = {"transformers": (5, 20), "accelerate": (1, 15)}
 _REPLICAS = "decent_dp"
 
 
-def attach(
-    trainer: Trainer,
-    *,
-    topology: str | Topology = "base-2",
-    compression: str | None = None,
-    mix_every: int = 1,
-    rule: Rule | None = None,
-    faults: Tolerate | None = None,
-    encrypt: bool | None = None,
-    overlap: bool = True,
-    bucket_size_in_mb: float = 25,
-    local_world_size: int | None = None,
-    replica: str | None = None,
-    signals: Iterable[int] = (),
-) -> GossipCallback:
+def attach(trainer: Trainer, *, signals: Iterable[int] = (), **options: Any) -> GossipCallback:
     """Makes a ``Trainer`` train by gossip in place of DDP. Called by all workers, between ``Trainer(...)`` and ``train()``.
 
     Every worker trains its own replica, and mixes it with neighbours after each optimizer step. Evaluation, metrics and saved
@@ -75,34 +58,24 @@ def attach(
 
     Args:
         trainer: a ``Trainer``, or a subclass.
-        topology, compression, mix_every, rule, encrypt, overlap, bucket_size_in_mb, local_world_size, replica: as of
-            ``gossip``.
-        faults: as in ``gossip``. With it the Trainer's own collectives, too, are those of the living workers.
         signals: at one of these to any worker, all workers save a checkpoint after the same step and exit with status 0
             (``checkpoint.Preemption``).
+        options: topology, compression, mix_every, rule, faults, encrypt, overlap, bucket_size_in_mb, local_world_size and
+            replica, as of ``gossip``. With ``faults`` the Trainer's own collectives, too, are those of the living workers.
 
     Returns:
         A callback of the trainer; its ``replica`` is what ``gossip`` returned, from the beginning of training.
 
     Raises:
+        TypeError: an option is unknown.
         ValueError: the trainer has a setting that does not fit; names it. Or ``attach`` was called before.
         RuntimeError: training has begun, or the trainer does not know all workers.
         ImportError: transformers or accelerate is too old.
     """
     _check_versions()
     _check(trainer)
-    options = {
-        "topology": topology,
-        "compression": compression,
-        "mix_every": mix_every,
-        "rule": rule,
-        "faults": faults,
-        "encrypt": encrypt,
-        "overlap": overlap,
-        "bucket_size_in_mb": bucket_size_in_mb,
-        "local_world_size": local_world_size,
-        "replica": replica,
-    }
+    if unknown := sorted(options.keys() - OPTIONS):
+        raise TypeError(f"attach() has no argument '{unknown[0]}': choose among {', '.join(sorted(OPTIONS))} and signals")
     trainer.args.average_tokens_across_devices = False
     trainer.args.accelerator_config.dispatch_batches = False
     trainer.accelerator.dataloader_config.dispatch_batches = False
