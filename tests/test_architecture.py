@@ -297,7 +297,7 @@ LINES = {
     "optim": (1851, 1700),
     "transport": (8894, 3200),
     "engine": (994, 1000),
-    "membership": (1813, 1100),
+    "membership": (1737, 1100),
     "replica": (5757, 2500),
     "backward": (781, 526),  # with _gossip and ddp 1,600
     "checkpoint": (2483, 1900),
@@ -345,14 +345,12 @@ LARGE: dict[str, tuple[int, int]] = {
     "replica/replica.py:Replica": (29, 30),
     "tools/sim/cluster.py:VirtualCluster": (19, 15),
     "tools/sim/experiment.py:Simulation": (1, 19),
-    "transport/collectives.py:Collectives": (7, 26),
     "transport/flow.py:Flow": (14, 6),
     "transport/interface.py:Transport": (24, 8),
     "transport/liveness.py:WireNeighbours": (23, 9),
     "transport/neighbours.py:Neighbours": (17, 0),
     "transport/peer_link.py:PeerLink": (14, 28),
     "transport/process_group.py:ProcessGroupTransport": (21, 15),
-    "transport/rendezvous.py:Rendezvous": (11, 16),
     "transport/wire.py:Wire": (15, 27),
 }
 

@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -25,8 +24,8 @@ from decent_dp.membership import Epoch, joining, runs
 from decent_dp.membership.epoch_store import EpochStore, Promise, newest_epoch
 from decent_dp.membership.runs import Reach, Run, choose, reach, register
 from decent_dp.tools.cli.app import run as command
-from decent_dp.transport.rendezvous import Rendezvous, address_key, network_stack
-from decent_dp.transport.store import add_to
+from decent_dp.transport.rendezvous import Rendezvous, RunRecord, address_key, network_stack
+from decent_dp.transport.store import StoreClient, add_to, whole_store
 from tests.helpers import SilentStore
 
 A, B, C, D, E = (letter * 32 for letter in "abcde")  # ids of runs
@@ -40,7 +39,7 @@ RECORD = {
     "encrypt": None,
 }
 SIGNATURE = json.dumps({"settings": {"workers of each replica": [[0], [1]]}})
-GONE = {"node": "x", "machine": "m", "pid": 1, "incarnation": 0, "host": "127.0.0.1", "port": 9}
+GONE = {"node": "x", "machine": "m", "pid": 1, "incarnation": 0, "host": "127.0.0.1", "port": 9, "bulk": 9}
 FAR = {"node": "x", "machine": "m", "pid": 1, "incarnation": 0, "local": "f"}
 
 
@@ -112,6 +111,11 @@ def names(line: EpochStore) -> list[str]:
 
 def address_of(store: Any) -> str:
     return f"127.0.0.1:{store.port}"
+
+
+def whole(store: Any) -> Any:
+    """The part of a store that has all keys of this library."""
+    return dist.PrefixStore("decent_dp", whole_store(store))
 
 
 def say(*words: str) -> tuple[int, str]:
@@ -269,12 +273,12 @@ def test_the_first_proposal_stays_and_promises_add_up(make_store, caplog):
     assert lines[0].promises(1) == {}
     assert [lines[rank].promise(1, promises[rank]) for rank in (2, 0, 1, 1)] == [2, 2, 2, 2]
     assert lines[0].is_proposed(1)
-    joining._whole_store(store).append(f"promises {make_store}/epoch/1/promises", '{"rank": 3}\nwhat?\n')
+    whole(store).append(f"promises {make_store}/epoch/1/promises", '{"rank": 3}\nwhat?\n')
     assert lines[1].promises(1) == dict(enumerate(promises))
     (said,) = said_of_the_store(caplog)
     assert f"under 'decent_dp/promises {make_store}/epoch/1/promises'" in said
     assert "the other promises count" in said
-    joining._whole_store(store).set(f"promises {make_store}/epoch/2/proposal", "who?")
+    whole(store).set(f"promises {make_store}/epoch/2/proposal", "who?")
     assert lines[0].promise(2, promises[0]) is None
     assert lines[0].promises(2) == {0: promises[0]}
 
@@ -288,7 +292,7 @@ def test_what_led_to_an_epoch_is_forgotten_after_a_while():
     assert [number for number in range(1, 20) if store.is_proposed(number)] == list(range(12, 20))
     assert [number for number in range(1, 20) if store.promises(number)] == list(range(12, 20))
     assert store.read(1) == epoch_of(1, 0)
-    assert not joining._whole_store(store._all).check(["run/epoch/3/back"])
+    assert not whole(store._all).check(["run/epoch/3/back"])
 
 
 def test_a_store_that_was_emptied_gets_the_run_back_together_with_its_epoch(server, living):
@@ -431,7 +435,7 @@ def test_the_members_write_the_epoch_in_place_of_what_is_unreadable(make_store, 
         lines = [EpochStore(store, run, {}) for _ in range(2)]
         key = f"decent_dp/{run}/epoch/1"
         store.set(key, value)
-        assert newest_epoch(joining._whole_store(store), run) is None
+        assert newest_epoch(whole(store), run) is None
         caplog.clear()
         won = [line.decide(epoch_of(1, rank), is_newest=True) for rank, line in enumerate(lines)]
         assert won == [epoch_of(1, 0)] * 2, value
@@ -444,17 +448,17 @@ def test_the_members_write_the_epoch_in_place_of_what_is_unreadable(make_store, 
 
 def test_those_that_come_later_go_past_what_is_unreadable(caplog):
     """Whatever of the line it has replaced, and the number where they begin to look."""
-    whole = joining._whole_store(dist.HashStore())
+    store = whole(dist.HashStore())
     texts = {1: epoch_text(0, 1, 2), 2: epoch_text(0, 1), 3: epoch_text(0)}
     for counter in ("0", "2", "3", "7", "-1", "9" * 40, b"\xff"):
         for spoilt, newest in (((), 3), ((3,), 2), ((2, 3), 1), ((1, 2), 3), ((1, 2, 3), None), ((1,), 3)):
             run = f"{counter!r} {spoilt}"
-            whole.set(f"{run}/epoch", counter)
+            store.set(f"{run}/epoch", counter)
             for number, text in texts.items():
-                whole.set(f"{run}/epoch/{number}", b"\xff" if number in spoilt else text)
+                store.set(f"{run}/epoch/{number}", b"\xff" if number in spoilt else text)
             caplog.clear()
-            assert newest_epoch(whole, run) == (None if newest is None else Epoch.read(newest, texts[newest])), run
-            newest_epoch(whole, run)
+            assert newest_epoch(store, run) == (None if newest is None else Epoch.read(newest, texts[newest])), run
+            newest_epoch(store, run)
             said = said_of_the_store(caplog)
             assert len(said) == len(set(said)), said  # once
             assert bool(said) or not (3 in spoilt or counter in ("-1", "9" * 40, b"\xff"))
@@ -468,7 +472,7 @@ def test_a_counter_that_is_no_number_counts_as_0(make_store):
         assert [add_to(store, f"{number}", amount) for amount in (1, 0, 1)] == [1, 1, 2]
 
 
-ADDRESS = {"node": "b", "incarnation": 0, "host": "10.0.0.1", "port": 1234, "bulk": 1235}
+ADDRESS = {"node": "b", "machine": "m", "pid": 1, "incarnation": 0, "host": "10.0.0.1", "port": 1234, "bulk": 1235}
 
 
 NO_ADDRESSES = [
@@ -486,7 +490,7 @@ NO_ADDRESSES = [
 def test_an_address_that_is_none_is_an_error_with_its_key(number, incarnation, caplog):
     name, value = f"addresses {number} {incarnation}", NO_ADDRESSES[number]
     store = dist.PrefixStore(f"decent_dp/{name}", dist.HashStore())
-    rendezvous = Rendezvous(store, 0, 2, timedelta(seconds=5), False, ("a", "b"), b"", name, "a", 2, incarnation=incarnation)
+    rendezvous = Rendezvous(store, name, RunRecord(b"", 2, 2, ("a", "b"), 5.0), 0, "a", incarnation=incarnation)
     store.set(address_key(1, 0), value)
     key = f"decent_dp/{name}/address/1"
     for _ in range(3):
@@ -527,11 +531,12 @@ def test_a_process_that_joins_does_not_wait_for_a_stopped_store(monkeypatch, sto
         monkeypatch.delenv(name, raising=False)
     store = dist.HashStore()
     begin(store, A, None)
-    silent: Any = SilentStore(joining._whole_store(store))
-    monkeypatch.setattr(joining, "_whole_store", lambda _: silent)
+    client: Any = StoreClient(store, "decent_dp")
+    client._store = silent = SilentStore(client._store)
+    monkeypatch.setattr(joining, "StoreClient", lambda *_: client)
     monkeypatch.setattr(joining, "_ANSWER", 0.2)
-    run = joining.look_at_run()
-    assert run.record == RECORD
+    run = joining.look_at_run("10.0.0.1:29500")
+    assert run.record == RunRecord.read(RECORD)
     if stops != "before it looks at the run":
         monkeypatch.setattr(joining, "choose", lambda *_: run)
     silent.answers.clear()

@@ -31,7 +31,7 @@ from decent_dp.topo import Edge, EveryTopology, Topology, make_topology
 from decent_dp.topo.epoch_topology import EpochTopology
 from decent_dp.topo.schedule import edges_of, meetings, spread, turn_of
 from decent_dp.transport import InProcessTransport, Replicas
-from decent_dp.transport.rendezvous import Rendezvous, _unbound, address_key
+from decent_dp.transport.rendezvous import Rendezvous, RunRecord, _unbound, address_key
 from tests.helpers import assert_same, values
 from tests.test_survivor_calls import survivors
 from tests.test_tolerate import DEAD_AFTER, make, step
@@ -464,13 +464,14 @@ def test_the_address_of_a_process_that_joins_is_found_in_a_store_that_was_restar
     server, port = serve()
     try:
         store = dist.PrefixStore("decent_dp/run", dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
-        rendezvous = Rendezvous(store, 0, 2, timedelta(0), False, ("a", "b"), b"", "run", "a", 2)
+        rendezvous = Rendezvous(store, "run", RunRecord(b"", 2, 2, ("a", "b"), 0.0), 0, "a")
         with pytest.raises(RuntimeError, match="worker 1 has stored no address"):
             rendezvous.address_of(1, 5, 5.0)
         stop(server)
         server, _ = serve(port)
-        address: dict[str, Any] = {"node": "b", "incarnation": 5, "host": "10.0.0.1", "port": 1234, "bulk": 1235, "rank": 1}
-        address["mac"] = rendezvous.bind(_unbound(address))
+        address: dict[str, Any] = {"node": "b", "machine": "m", "pid": 1, "incarnation": 5, "rank": 1}
+        address |= {"host": "10.0.0.1", "port": 1234, "bulk": 1235}
+        address["mac"] = rendezvous._bind(_unbound(address))
         new = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         new.set(f"decent_dp/run/{address_key(1, 5)}", json.dumps(address))
         with pytest.raises(ConnectionError):
@@ -718,7 +719,7 @@ def test_the_lowest_of_a_majority_asks_for_an_epoch_if_the_store_has_lost_them(a
     one = alone(rank)
     one.hears = living
     one.epochs._begins = False
-    joining._whole_store(one.store._all).delete_key("run/whole")
+    one.store.ask(lambda store: store.delete_key("run/whole"))
     one.look_at_store()
     one.look_at_store(0.5)
     assert one.store.is_proposed(1) is asks
@@ -733,7 +734,7 @@ def test_workers_that_hear_no_majority_learn_at_the_store_that_it_is_back(alone)
     """In most topologies a worker is connected to a few others."""
     one = alone(0)
     one.hears, one.epochs._begins = [1], False
-    joining._whole_store(one.store._all).delete_key("run/whole")
+    one.store.ask(lambda store: store.delete_key("run/whole"))
     one.look_at_store()
     one.look_at_store(0.5)
     one.store.come_back(1, 3)  # it knows a later epoch
@@ -752,7 +753,7 @@ def test_a_store_that_is_emptied_under_way_is_one_warning(alone, caplog):
     one = alone()
     one.look(5, wanted=True)
     one.look_at_store()
-    joining._whole_store(one.store._all).delete_key("run/whole")
+    one.store.ask(lambda store: store.delete_key("run/whole"))
     one.has_ended = [0, 1, 2]
     for _ in range(5):
         one.look_at_store(0.1)
@@ -770,7 +771,7 @@ def test_a_worker_on_a_lost_branch_takes_the_one_of_the_store(alone):
     """All others that knew its epoch have died with the store, and the rest has made another one of that number."""
     one = alone()
     one.others_decide(1, 80, 0, 3)
-    store = joining._whole_store(one.store._all)
+    store = one.store.ask(lambda store: store)
     store.delete_key("run/epoch/1")
     other = one.store.decide(Epoch.read(1, one.epochs._known.text.replace("[0, 3]", "[1, 3]")), is_newest=True)
     one.epochs._keep_at = 0.0  # as after a call that failed

@@ -748,7 +748,7 @@ def test_what_join_is_given_is_checked(monkeypatch):
         with pytest.raises(ValueError, match="rank must be from 0 to 4, as this run can have 5 workers"):
             decent_dp.join(f"127.0.0.1:{store.port}", rank=rank)  # type: ignore[arg-type]
     monkeypatch.setenv("RANK", "3")
-    assert joining._look_for_a_place(f"127.0.0.1:{store.port}", None, None)[2] == 3
+    assert joining._look_for_a_place(f"127.0.0.1:{store.port}", None, None)[1] == 3
     for encrypt in (True, False):
         with pytest.raises(ValueError, match=f"encrypt={encrypt}, and the run at the store was started with encrypt=None"):
             decent_dp.join(f"127.0.0.1:{store.port}", encrypt=encrypt)

@@ -125,7 +125,9 @@ def choosing(rank: int, n: int) -> list[str]:
     transport = ProcessGroupTransport()
     found = []
     for nccl, encrypt in ((True, None), (True, False), (True, True), (False, None)):
-        transport._rendezvous = dataclasses.replace(transport._rendezvous, nccl=nccl, encrypt=encrypt)
+        transport._rendezvous = dataclasses.replace(
+            transport._rendezvous, nccl=nccl, run=dataclasses.replace(transport._rendezvous.run, encrypt=encrypt)
+        )
         transport._communicators |= {"nccl": Noting(), "nccl/(0, 1, 2)": Noting()}
         for on_gpu in (True, False):
             for kind in (Lossless, BFloat16, Int8):

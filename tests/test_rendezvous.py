@@ -29,7 +29,7 @@ from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses, peer_errors, rendezvous
 from decent_dp.transport.interface import DeferredHandle
 from decent_dp.transport.peer_errors import Notes, UnreachableError, peer_error
-from decent_dp.transport.rendezvous import Rendezvous
+from decent_dp.transport.rendezvous import Rendezvous, RunRecord
 from decent_dp.transport.sockets import Sockets
 from decent_dp.transport.waiter import Waiter
 from tests.helpers import came, listening, request
@@ -114,10 +114,10 @@ def its_timeout(rank: int, n: int) -> tuple[float, ...]:
     own = ProcessGroupTransport(timeout=0.5)
     short = dist.new_group([0, 1], timeout=timedelta(seconds=10))
     return (
-        ProcessGroupTransport()._rendezvous.timeout.total_seconds(),
-        ProcessGroupTransport(short)._rendezvous.timeout.total_seconds(),
+        ProcessGroupTransport()._rendezvous.run.timeout,
+        ProcessGroupTransport(short)._rendezvous.run.timeout,
         own.timeout,
-        own._rendezvous.timeout.total_seconds(),
+        own._rendezvous.run.timeout,
     )
 
 
@@ -227,7 +227,7 @@ def test_notes_do_not_wait_for_a_store_that_hangs(monkeypatch):
 
 def test_error_texts():
     notes = Notes(dist.HashStore(), 0)
-    minute = timedelta(minutes=1)
+    minute = 60.0
     gone = peer_error(RuntimeError("Connection closed by peer [127.0.0.1]:1"), [4], "round 1, bucket 0", notes, minute)
     assert isinstance(gone, PeerLostError)
     assert str(gone).startswith("worker 4 is gone")
@@ -266,13 +266,16 @@ def test_two_workers_on_one_gpu_are_told_what_to_do(monkeypatch, text, message):
 
 
 def meeting_at(store: Any, seconds: float = 5.0, rank: int = 0, **settings: Any) -> Rendezvous:
-    arguments: dict[str, Any] = {"node_of": ("here",) * 4, "node": "here", "places": 4} | settings
-    return Rendezvous(store, rank, 4, timedelta(seconds=seconds), False, token=b"token", run_id="run", **arguments)
+    node = settings.pop("node", "here")
+    run: dict[str, Any] = {"token": b"token", "world_size": 4, "places": 4, "node_of": ("here",) * 4, "timeout": seconds}
+    return Rendezvous(store, "run", RunRecord(**run | settings), rank, node)
 
 
 def far_away(store: Any, rank: int, host: str, port: int) -> None:
     """A worker of another node has stored its address."""
-    meeting_at(store, rank=rank).publish({"node": "far", "incarnation": 0, "host": host, "port": port, "bulk": port, "key": ""})
+    meeting_at(store, rank=rank).publish(
+        {"node": "far", "machine": "m", "pid": 1, "incarnation": 0, "host": host, "port": port, "bulk": port, "key": ""}
+    )
 
 
 def test_a_worker_that_does_not_answer_is_named_with_both_addresses_and_the_ways_out():
@@ -284,7 +287,7 @@ def test_a_worker_that_does_not_answer_is_named_with_both_addresses_and_the_ways
     rendezvous.addresses[0] = {"host": "10.1.0.7", "port": 29600}
     with pytest.raises(UnreachableError) as caught:
         addresses.find(rendezvous, 3, 5.0)
-    error = peer_error(caught.value, [3], "round 0, bucket 1", Notes(store, 0), rendezvous.timeout)
+    error = peer_error(caught.value, [3], "round 0, bucket 1", Notes(store, 0), rendezvous.run.timeout)
     assert isinstance(error, PeerLostError)
     assert str(error).startswith(f"worker 3 does not answer at {host} port {port} ([Errno ")
     for said in ("round 0, bucket 1 needs it", "10.1.0.7 port 29600", "DECENT_DP_INTERFACE", "DECENT_DP_PORTS", "WireGuard"):
@@ -298,7 +301,7 @@ def test_an_address_that_never_comes_is_waited_for_as_long_as_the_process_group_
     with pytest.raises(RuntimeError) as caught:
         addresses.find(rendezvous, 3, 0.3)
     assert 0.2 < time.monotonic() - began < 45
-    error = peer_error(caught.value, [3], "round 0, bucket 1", Notes(rendezvous.store, 0), rendezvous.timeout)
+    error = peer_error(caught.value, [3], "round 0, bucket 1", Notes(rendezvous.store, 0), rendezvous.run.timeout)
     assert isinstance(error, PeerTimeoutError)
 
 
@@ -498,5 +501,5 @@ def test_at_the_limit_of_open_files_the_peer_is_not_blamed(monkeypatch):
     monkeypatch.setattr(addresses.socket, "socket", refuse)
     with pytest.raises(OSError, match="Too many open files") as caught:
         addresses.find(rendezvous, 1, 5.0)
-    error = peer_error(caught.value, [1], "round 0, bucket 1", Notes(store, 0), rendezvous.timeout)
+    error = peer_error(caught.value, [1], "round 0, bucket 1", Notes(store, 0), rendezvous.run.timeout)
     assert str(error).startswith("this process cannot open a connection to worker 1, which round 0, bucket 1 needs: Too many")

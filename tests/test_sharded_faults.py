@@ -25,7 +25,7 @@ from decent_dp.membership import MembershipMonitor
 from decent_dp.replica import state_receiver
 from decent_dp.replica.mates import Mates
 from decent_dp.transport import Replicas
-from decent_dp.transport.collectives import Collectives
+from decent_dp.transport.tree import Tree
 from tests.helpers import assert_same
 from tests.sharded_cases import Odd, inputs, needs_shards, shard, values
 from tests.test_joining import the_store
@@ -275,7 +275,7 @@ def means_without(rank: int, n: int) -> Any:
             for param in part.model.parameters():
                 param.fill_(float("nan") if how == "nan" and rank == VICTIMS[0] else 2.0**part.number)
         if how == "death" and rank == VICTIMS[1]:
-            die_in(Collectives, "_sum_up", when=lambda *_: time.sleep(1.0) is None)  # the other part has its mean by then
+            die_in(Tree, "_sum_up", when=lambda *_: time.sleep(1.0) is None)  # the other part has its mean by then
         with part.gossip.averaged():
             mean = values(part.model)
         found.append((mean, part.gossip.consensus_distance()))

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -20,8 +19,8 @@ from decent_dp.topo import Edge
 from decent_dp.transport import InProcessTransport, ProcessGroupTransport, Transport, run_replicas
 from decent_dp.transport import store as store_module
 from decent_dp.transport.addresses import find
-from decent_dp.transport.rendezvous import Rendezvous
-from decent_dp.transport.store import StoreCalls, StoreClient, read_text, store_errors
+from decent_dp.transport.rendezvous import Rendezvous, RunRecord
+from decent_dp.transport.store import StoreCalls, StoreClient, read_text
 from tests.helpers import BrokenStore, SilentStore
 
 
@@ -89,10 +88,10 @@ def test_contract_in_process(n):
 
 
 def test_a_store_that_does_not_answer_is_a_connection_error():
-    store: Any = BrokenStore()
-    for call in (lambda: read_text(store, "a"), lambda: store.set("a", ""), lambda: store.add("a", 1)):
-        with pytest.raises(ConnectionError, match=r"the store does not answer: connection was reset$"), store_errors():
-            call()
+    client: Any = StoreClient(dist.HashStore(), "run")
+    client._store = BrokenStore()
+    with pytest.raises(ConnectionError, match=r"the store does not answer: connection was reset$"):
+        client.run(lambda store: read_text(store, "a"))
 
 
 STORE_SERVER = """
@@ -155,7 +154,7 @@ def test_a_process_may_end_while_the_store_is_asked():
 def test_the_address_of_a_process_is_looked_up_for_no_longer_than_the_limit(own, other):
     """Where one of two has joined later."""
     store = dist.HashStore()
-    rendezvous = Rendezvous(store, 0, 2, timedelta(0), False, ("a", "b"), b"", "run", "a", 2, incarnation=own)
+    rendezvous = Rendezvous(store, "run", RunRecord(b"", 2, 2, ("a", "b"), 0.0), 0, "a", incarnation=own)
     with pytest.raises(RuntimeError, match="worker 1 has stored no address"):
         find(rendezvous, 1, 5.0, other)
     client: Any = rendezvous._client
@@ -236,7 +235,7 @@ def test_a_server_that_refuses_is_not_taken_for_a_peer_that_does():
         port = server.getsockname()[1]
     client = StoreClient(dist.HashStore(), "run")
     client._server, client._store = ("127.0.0.1", port), None
-    with pytest.raises(ConnectionError, match=r"the store does not answer: .*refused") as caught:
+    with pytest.raises(ConnectionError, match=r"no store answers at 127\.0\.0\.1:.*refused") as caught:
         client.run(probe)
     assert not isinstance(caught.value.__cause__ or caught.value, ConnectionRefusedError)
 

@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -22,16 +22,18 @@ import pytest
 import torch
 
 from decent_dp.errors import OutOfStepError, PeerLostError, PeerTimeoutError
+from decent_dp.replica.consistency import texts_of
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId
-from decent_dp.transport import collectives as collectives_module
+from decent_dp.transport import tree as tree_module
 from decent_dp.transport.agreement import PeerView
-from decent_dp.transport.collectives import Collectives, spanning_tree
-from decent_dp.transport.control_plane import Courier, needs_all
+from decent_dp.transport.collectives import Collectives
+from decent_dp.transport.control_plane import Courier
 from decent_dp.transport.liveness import WireNeighbours
 from decent_dp.transport.messages import AGREEMENT
 from decent_dp.transport.peer_errors import UnreachableError
 from decent_dp.transport.peer_link import LinkState
+from decent_dp.transport.tree import spanning_tree
 from decent_dp.transport.wire import Wire
 from tests.helpers import some_in_the_fast_tests
 from tests.wires import Net, wait_for
@@ -62,8 +64,8 @@ class Company:
             self.net.wires[min(a, b)].connect(max(a, b))
         nodes = [f"node {rank // 2}" for rank in range(n)]
         self.controls = [
-            Collectives(r.control_plane, rank, range(n), nodes, timeout, neighbours=neighbours_with(lambda _: -1))
-            for rank, r in enumerate(self.net.wires)
+            Collectives(wire.control_plane, range(n), nodes, timeout, neighbours=neighbours_with(lambda _: -1))
+            for wire in self.net.wires
         ]
 
     def wire(self, rank: int) -> Wire:
@@ -131,7 +133,7 @@ def mean_of(ranks: Sequence[int], size: int) -> torch.Tensor:
     ("near", "n"), some_in_the_fast_tests([True, False], [2, 3]) + [pytest.param(True, 6, marks=pytest.mark.slow)]
 )
 def test_collectives(make, monkeypatch, n, near):
-    monkeypatch.setattr(collectives_module, "_SEGMENT", 2**21)  # several in the large mean
+    monkeypatch.setattr(tree_module, "_SEGMENT", 2**21)  # several in the large mean
     company = make(n, ring(n), near=near)
 
     def work(rank: int, control: Collectives) -> Any:
@@ -400,7 +402,7 @@ def test_parts_of_a_network_do_not_share_a_call(make):
     def call(rank: int, control: Collectives) -> Any:
         control.begin("mean")
         control.gather(rank)
-        control._history = 1 + rank // 2
+        control._call.history = 1 + rank // 2
         return control.gather(rank)
 
     errors = company.run(call)
@@ -447,7 +449,7 @@ def test_a_mean_is_made_once_whatever_processes_and_rounds_take_part(make, monke
     """The first workers have their result, and say so, while the last one waits for its own; who is absent says that."""
     company = make(4, ring(4))
     tries = Counter[int]()
-    company.controls[1]._incarnation = 7
+    company.controls[1]._plane.incarnation = 7
     company.controls[3].enter(0, first=50)
     company.begins(3, 50)
 
@@ -455,7 +457,7 @@ def test_a_mean_is_made_once_whatever_processes_and_rounds_take_part(make, monke
         if rank == 3:
             return None
         control.begin("mean", 10 + rank)
-        attempt, put = control._attempt, control._put
+        attempt, put = control._attempt, control._tree._put
 
         def count(*args: Any) -> Any:
             tries[rank] += 1
@@ -466,7 +468,7 @@ def test_a_mean_is_made_once_whatever_processes_and_rounds_take_part(make, monke
             put(peer, block)
 
         monkeypatch.setattr(control, "_attempt", count)
-        monkeypatch.setattr(control, "_put", slow)
+        monkeypatch.setattr(control._tree, "_put", slow)
         tensor = values(rank, 100)
         control.mean(tensor).wait()
         return tensor
@@ -566,7 +568,7 @@ def test_a_worker_that_makes_rounds_is_waited_for(make):
     def rounds(rank: int) -> int:
         return int(10 * min(time.monotonic() - began, 3.0))
 
-    control = Collectives(company.wire(0).control_plane, 0, range(2), ["a", "a"], 1.0, neighbours=neighbours_with(rounds))
+    control = Collectives(company.wire(0).control_plane, range(2), ["a", "a"], 1.0, neighbours=neighbours_with(rounds))
     with pytest.raises(PeerTimeoutError, match="worker 1 did not"):
         control.gather(0)
     assert 3.9 < time.monotonic() - began < 8.0
@@ -627,8 +629,9 @@ def test_the_tree_has_two_children_and_leaves_a_node_seldom():
 def alone(agree: Callable[..., Any], timeout: float = 60.0) -> Collectives:
     """Worker 0 of two, without ``faults=``; ``agree`` in place of that of its control plane."""
     courier = SimpleNamespace(begin=lambda number: None)
-    plane: Any = SimpleNamespace(courier=lambda channel: courier, view=lambda peer: PeerView.LINKED, agree=agree)
-    return Collectives(plane, 0, range(2), ["a", "a"], timeout, explain=lambda ranks, _: PeerLostError(f"{ranks} are gone"))
+    plane: Any = SimpleNamespace(rank=0, incarnation=0, courier=lambda channel: courier, view=lambda peer: PeerView.LINKED)
+    plane.agree, plane.agreements = agree, None
+    return Collectives(plane, range(2), ["a", "a"], timeout, explain=lambda ranks, _: PeerLostError(f"{ranks} are gone"))
 
 
 def test_who_was_left_out_does_not_say_that_it_is_gone_itself():
@@ -650,18 +653,18 @@ def test_attempts_that_fail_again_and_again_end(monkeypatch):
         return {0: text, 1: "failed"}
 
     monkeypatch.setattr(control, "_agree", agree)
-    control._number = 1
+    control._call.number = 1
     with pytest.raises(PeerLostError, match=r"has failed again and again .* \[0, 1\] live: some of them do not reach"):
         control.mean(torch.ones(1)).wait()
     assert tries[-1] - tries[0] > 0.2
 
 
 def test_an_agreement_without_this_worker_is_no_loss_of_another_one():
-    found: Future[dict[int, str]] = Future()
-    needed = needs_all(found, 0, 3, lambda absent: PeerLostError(str(absent)))
+    """Where faults are not tolerated the loss of another one is an error, too."""
+    found: Future[Mapping[int, str]] = Future()
     found.set_result({1: "x"})
-    assert needed.result(5) == {1: "x"}  # who waits for it says what it means
-    other: Future[dict[int, str]] = Future()
-    needed = needs_all(other, 1, 3, lambda absent: PeerLostError(str(absent)))
-    other.set_result({1: "x"})
-    assert str(needed.exception(5)) == "[0, 2]"
+    for rank, said in ((0, "the others took worker 0 for gone"), (1, r"^\[0, 2\] for a save$")):
+        transport: Any = SimpleNamespace(rank=rank, world_size=3, neighbours=None)
+        transport.explain_absent = lambda ranks, what: PeerLostError(f"{ranks} for {what}")
+        with pytest.raises(PeerLostError, match=said):
+            texts_of(transport, found, "a save")

@@ -73,7 +73,7 @@ def meets(rank: int, n: int, secrets: list[str], encrypts: list[bool | None], ve
         shared = rendezvous.Rendezvous.create(None, encrypt=encrypts[rank])
     except ValueError as error:
         return str(error)
-    assert (shared.proof == shared.token) == (not secrets[rank])
+    assert (shared.proof == shared.run.token) == (not secrets[rank])
     assert not secrets[rank] or secrets[rank] not in repr(shared)
     return "met"
 

@@ -110,12 +110,12 @@ def over_sockets(rank: int, n: int, body: Callable[..., Any], *args: Any) -> Any
 
 def shorten(transport: Any, seconds: float) -> None:
     """From now on waits of ``transport`` fail after ``seconds``; the workers connected with a timeout for busy machines."""
-    timeout = timedelta(seconds=seconds)
     transport.timeout = transport._exchanges.policy._timeout = seconds
-    transport._rendezvous = replace(transport._rendezvous, timeout=timeout)
-    transport.control._timeout = seconds
+    shared = transport._rendezvous
+    transport._rendezvous = replace(shared, run=replace(shared.run, timeout=seconds))
+    transport.control._timeout = transport.control._tree._timeout = seconds
     for communicator in transport._communicators.values():
-        communicator._set_default_timeout(timeout)
+        communicator._set_default_timeout(timedelta(seconds=seconds))
 
 
 def say(what: str) -> None:

@@ -280,8 +280,9 @@ def test_a_name_and_its_json_say_which_choice_it_is() -> None:
 @pytest.mark.parametrize("wire", [Lossless, BFloat16, Int8])
 def test_messages_go_where_the_transport_sends_them(name: str, wire: Any) -> None:
     made, choice = cluster(8, 4, backend="nccl"), Choice("decent_dp", name, wire.name)
-    chooser: Any = SimpleNamespace(_rendezvous=SimpleNamespace(nccl=True, encrypt=None), _faults=None, _exchanges="TCP",
-                                   world_size=8, rank=0, explain=None, _communicator=lambda name, ranks: name)  # fmt: skip
+    shared = SimpleNamespace(nccl=True, run=SimpleNamespace(encrypt=None))
+    chooser: Any = SimpleNamespace(_rendezvous=shared, _faults=None, _exchanges="TCP", world_size=8, rank=0, explain=None)
+    chooser._communicator = lambda name, ranks: name
     chooser.carrier = lambda on_gpus: ProcessGroupTransport.carrier(chooser, on_gpus=on_gpus)
     request: Any = SimpleNamespace(compression=object.__new__(wire), sent=SimpleNamespace(is_cuda=True))
     for round_ in make_rounds(made, choice):

@@ -284,6 +284,6 @@ class _StopVote(Listener):
             try:
                 if failure is not None:
                     raise failure
-                self._votes = self._transport.agree(self._name, str(self._vote), _WHAT, asks=asks)
+                self._votes = self._transport.agree(self._name, str(self._vote), asks=asks)
             except Exception as error:  # the transport was closed, or has failed
                 self._votes.set_exception(error)

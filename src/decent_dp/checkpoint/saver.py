@@ -388,7 +388,7 @@ class Saver(Listener):
         )
         error: Exception | None
         try:
-            agreed = self._transport.agree(name, report, what, round_=saving._round)
+            agreed = self._transport.agree(name, report, round_=saving._round)
             error = _failure(wait_for_all(self._transport, name, agreed, timeout, what, late), saving._workers)
             if error is not None and path.is_absolute():  # a refused save has no folder
                 # It never becomes complete. After a PeerError it may have.

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import Store
 from decent_dp.membership.index import Entry, enter
 from decent_dp.transport import Replicas
 from decent_dp.transport.rendezvous import ROOT, RUNS
-from decent_dp.transport.store import StoreClient, count_of, read_bytes, warn_of_unreadable
+from decent_dp.transport.store import UNREADABLE, StoreClient, count_of, read_bytes, warn_of_unreadable
 
 __all__ = ["Epoch", "EpochStore", "Promise", "newest_epoch"]
 
@@ -36,8 +36,6 @@ _log = logging.getLogger(__name__)
 _LEAVE = 2.0
 # Epochs whose proposal and promises are kept. A worker that wakes finds the proposal of the epoch that it has missed.
 _KEPT = 8
-# What reading raises that other programs have written.
-_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 T = TypeVar("T")
 
@@ -109,7 +107,7 @@ class Epoch:
     @classmethod
     def stored(cls, number: int, value: bytes | None) -> Epoch | None:
         """The epoch that the store has under this number. None: no worker has written it, so that it counts as missing."""
-        with contextlib.suppress(*_UNREADABLE):
+        with contextlib.suppress(*UNREADABLE):
             return None if value is None else cls.read(number, value.decode())
         return None
 
@@ -257,7 +255,7 @@ class EpochStore:
         for line in (self._store.run(lambda store: read_bytes(store, key)) or b"").split(b"\n"):
             try:
                 promise = Promise.read(line.decode()) if line else None
-            except _UNREADABLE:
+            except UNREADABLE:
                 warn_of_unreadable(key, "the other promises count")
             else:
                 if promise is not None:

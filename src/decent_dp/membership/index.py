@@ -7,18 +7,20 @@ import json
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store
 
 from decent_dp.errors import PeerLostError
 from decent_dp.faults import check_run
 from decent_dp.transport.rendezvous import ROOT, RUNS
-from decent_dp.transport.store import read_text
+from decent_dp.transport.store import UNREADABLE, read_text
 
 __all__ = ["Entry", "UnreadableError", "enter", "parse", "runs_in"]
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class UnreadableError(PeerLostError):
@@ -45,17 +47,22 @@ class Entry:
     run_id: str
     name: str
 
+    @classmethod
+    def read(cls, run_id: str, name: str) -> Entry:
+        """Raises ValueError or TypeError if it is none that a run writes."""
+        if len(bytes.fromhex(run_id)) != 16 or check_run(name) is None:
+            raise ValueError("no entry of a run")
+        return cls(run_id, name)
 
-def parse(key: str, what: str, text: str | None, fits: Callable[[Any], bool]) -> Any:
-    """The JSON in ``text``, if it ``fits``.
+
+def parse(key: str, what: str, text: str | None, read: Callable[[Any], T]) -> T:
+    """What ``read`` makes of the JSON in ``text``.
 
     Raises:
-        UnreadableError: it does not, or there is none.
+        UnreadableError: it raises one of ``UNREADABLE``, or there is nothing.
     """
-    with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(text or "")
-        if fits(found):
-            return found
+    with contextlib.suppress(*UNREADABLE):
+        return read(json.loads(text or ""))
     raise UnreadableError(key, what, "nothing" if text is None else repr(text if len(text) <= 60 else f"{text[:59]}…"))
 
 
@@ -96,15 +103,4 @@ def enter(store: Store, entry: Entry, over: Collection[str] = ()) -> bool:
 
 
 def _entries(text: str | None) -> list[Entry]:
-    return [Entry(*pair) for pair in parse(RUNS, "the list of runs", text, _is_list)] if text else []
-
-
-def _is_list(found: Any) -> bool:
-    return isinstance(found, list) and all(map(_is_pair, found))
-
-
-def _is_pair(found: Any) -> bool:
-    with contextlib.suppress(ValueError, TypeError):
-        run_id, name = found
-        return len(bytes.fromhex(run_id)) == 16 and check_run(name) is not None
-    return False
+    return parse(RUNS, "the list of runs", text, lambda said: [Entry.read(*pair) for pair in said]) if text else []

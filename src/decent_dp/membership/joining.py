@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -17,8 +16,8 @@ from decent_dp.faults import check_run
 from decent_dp.membership.index import runs_in
 from decent_dp.membership.runs import Ask, Run, choose, registered
 from decent_dp.transport import NewcomerTransport, check_encrypt
-from decent_dp.transport.rendezvous import ROOT, Rendezvous, is_of_secret, network_stack
-from decent_dp.transport.store import StoreCalls, add_to, connect_store, store_errors, whole_store
+from decent_dp.transport.rendezvous import ROOT, Rendezvous, network_stack
+from decent_dp.transport.store import StoreClient, add_to
 
 __all__ = ["join", "look_at_run", "newest_run"]
 
@@ -64,34 +63,21 @@ def join(
     """
     check_run(run)
     check_encrypt(encrypt)
-    whole, found, own = _look_for_a_place(store, rank, run)
+    found, own = _look_for_a_place(store, rank, run)
     record = found.record
-    if not is_of_secret(record):  # it says whether to encrypt
+    if not record.is_of_secret:  # it says whether to encrypt
         raise PeerLostError(
             f"what the store has of the run '{found.name}' was not written by a worker that knows this one's secret: see who "
             "else writes to it, and that DECENT_DP_SECRET (or DECENT_DP_SECRET_FILE) is the same on all workers"
         )
-    if encrypt not in (None, record["encrypt"]):
-        raise ValueError(f"encrypt={encrypt}, and the run at the store was started with encrypt={record['encrypt']}")
+    if encrypt not in (None, record.encrypt):
+        raise ValueError(f"encrypt={encrypt}, and the run at the store was started with encrypt={record.encrypt}")
     # A store that has lost its contents counts from the beginning.
     before = max(found.epoch.incarnations.values(), default=0)
     incarnation = before + found.ask(lambda store: add_to(store, f"{found.run_id}/incarnation", 1))
     stack = network_stack() or f"process {os.getpid()}"
-    shared = Rendezvous(
-        PrefixStore(found.run_id, whole),
-        own,
-        record["world_size"],
-        timedelta(seconds=record["timeout"]),
-        nccl=False,
-        node_of=tuple(record["node_of"]),
-        token=bytes.fromhex(record["token"]),
-        run_id=found.run_id,
-        node=stack,
-        incarnation=incarnation,
-        places=record["places"],
-        dead_after=record["dead_after"],
-        encrypt=record["encrypt"],
-    )
+    store_of_run = PrefixStore(found.run_id, found.ask(lambda whole: whole))
+    shared = Rendezvous(store_of_run, found.run_id, record, own, stack, incarnation=incarnation)
     return NewcomerTransport(shared, found.signature)
 
 
@@ -102,7 +88,7 @@ def look_at_run(store: str | Store | None = None, run: str | None = None) -> Run
         ValueError, TypeError, PeerLostError: as of ``join``.
     """
     check_run(run)
-    _, ask = _open(store)
+    ask = _asking(store)
     found = choose(ask, run)
     if found is None:
         raise PeerLostError(registered(ask, run))
@@ -115,63 +101,46 @@ def newest_run(store: str) -> Run | None:
     Raises:
         ValueError, TypeError, PeerLostError: as of ``join``.
     """
-    _, ask = _open(store)
+    ask = _asking(store)
     entries = ask(runs_in)
     return Run.read(ask, entries[-1]) if entries else None
 
 
-def _open(store: str | Store | None) -> tuple[Store, Ask]:
-    whole = _ask(lambda: _whole_store(store))
+def _asking(store: str | Store | None) -> Ask:
+    """Asks a store. That raises PeerLostError if there is no answer within ``_ANSWER`` seconds."""
+    client = StoreClient(store if isinstance(store, Store) else _server(store), ROOT, _SECONDS)
 
     def ask(call: Callable[[Store], T]) -> T:
-        return _ask(lambda: call(whole))
+        try:
+            return client.run(call, _ANSWER)
+        except ConnectionError as error:
+            raise PeerLostError(
+                f"{error}. It must be that of the run (MASTER_ADDR and MASTER_PORT of its workers), and its process must run."
+            ) from error
 
-    return whole, ask
-
-
-def _ask(call: Callable[[], T]) -> T:
-    """The result of calls of a store.
-
-    Raises:
-        PeerLostError: it does not answer, or not within ``_ANSWER`` seconds.
-    """
-    calls = StoreCalls()
-    try:
-        with store_errors():
-            return calls.run(call, _ANSWER)
-    except ConnectionError as error:
-        raise PeerLostError(
-            f"{error}. It must be that of the run (MASTER_ADDR and MASTER_PORT of its workers), and its process must run."
-        ) from error
-    finally:
-        calls.close()
+    return ask
 
 
-def _whole_store(store: str | Store | None) -> Store:
-    if isinstance(store, Store):
-        return PrefixStore(ROOT, whole_store(store))
-    if store is None:
+def _server(address: object) -> tuple[str, int]:
+    if address is None:
         names = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
-        store = ":".join(names) if all(names) else ""
-    if not isinstance(store, str):
-        raise TypeError(f"store must be HOST:PORT or a store of torch.distributed, got {store!r}")
-    host, _, port = store.rpartition(":")
+        address = ":".join(names) if all(names) else ""
+    if not isinstance(address, str):
+        raise TypeError(f"store must be HOST:PORT or a store of torch.distributed, got {address!r}")
+    host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(
-            f"store must be HOST:PORT, such as '10.0.0.1:29500', or MASTER_ADDR and MASTER_PORT must be set, got {store!r}"
+            f"store must be HOST:PORT, such as '10.0.0.1:29500', or MASTER_ADDR and MASTER_PORT must be set, got {address!r}"
         )
-    try:
-        return connect_store(host.strip("[]"), int(port), ROOT, _SECONDS)
-    except OSError as error:
-        raise ConnectionError(f"no store answers at {store} ({error})") from error
+    return host.strip("[]"), int(port)
 
 
-def _look_for_a_place(store: str | Store | None, rank: int | None, name: str | None) -> tuple[Store, Run, int]:
-    """The store, the run, and the rank in it that this process is to have."""
+def _look_for_a_place(store: str | Store | None, rank: int | None, name: str | None) -> tuple[Run, int]:
+    """The run, and the rank in it that this process is to have."""
     text: object = os.environ.get("RANK", os.environ.get("SLURM_PROCID")) if rank is None else rank
     deadline, looks, waits = time.monotonic() + _FREE, 0, False
     while True:
-        whole, ask = _open(store)
+        ask = _asking(store)  # anew: it may have been started again
         run = choose(ask, name)
         if run is None:
             why = registered(ask, name)
@@ -179,9 +148,9 @@ def _look_for_a_place(store: str | Store | None, rank: int | None, name: str | N
             name = run.name  # of several runs another one may be left meanwhile
             own = _free_rank(run, shared=looks > _LOOKS) if text is None else _given_rank(run, text)
             if own is not None:
-                return whole, run, own
+                return run, own
             looks += 1
-            places = run.record["places"]
+            places = run.record.places
             why = (
                 f"the run has {len(run.members)} members, and no place for more. Give the rank of a worker that is gone, or "
                 f"begin the run with faults=Tolerate(max_workers=...) above {places}."
@@ -195,7 +164,7 @@ def _look_for_a_place(store: str | Store | None, rank: int | None, name: str | N
 
 
 def _given_rank(run: Run, text: object) -> int:
-    places = run.record["places"]
+    places = run.record.places
     with contextlib.suppress(TypeError, ValueError):
         if int(str(text)) in range(places):
             return int(str(text))
@@ -206,24 +175,18 @@ def _given_rank(run: Run, text: object) -> int:
 
 
 def _free_rank(run: Run, *, shared: bool) -> int | None:
-    """A rank that no member has. Another process that looks at the same time gets another one.
+    """A rank that no member has; None if there is none, or another process that looks at the same time was faster.
 
     Args:
         shared: also one that another process has taken, as that may have ended. The members let one of them in.
     """
 
     def take(store: Store) -> int | None:
-        taken = {}
-        for rank in range(run.record["places"]):
-            key = f"{run.run_id}/free/{run.epoch.number}/{rank}"
-            if rank not in run.members:
-                taken[rank] = add_to(store, key, 0 if shared else 1)
-                if taken[rank] == 1 and not shared:
-                    return rank
-        if taken and shared:
-            rank = min(taken, key=lambda rank: taken[rank])
-            add_to(store, f"{run.run_id}/free/{run.epoch.number}/{rank}", 1)
-            return rank
-        return None
+        keys = {rank: f"{run.run_id}/free/{run.epoch.number}/{rank}" for rank in range(run.record.places)}
+        taken = {rank: add_to(store, key, 0) for rank, key in keys.items() if rank not in run.members}
+        rank = min(taken, key=lambda rank: taken[rank], default=None)
+        if rank is None or (taken[rank] and not shared):
+            return None
+        return rank if add_to(store, keys[rank], 1) == taken[rank] + 1 else None
 
     return run.ask(take)

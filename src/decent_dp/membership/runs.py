@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import logging
-import math
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from decent_dp.membership.index import Entry, UnreadableError, parse, runs_in
 from decent_dp.transport import Replicas
 from decent_dp.transport.addresses import probe
 from decent_dp.transport.peer_errors import UnreachableError
-from decent_dp.transport.rendezvous import address_key, network_stack
+from decent_dp.transport.rendezvous import RunRecord, address_key, network_stack, read_address
 from decent_dp.transport.store import read_text
 
 __all__ = ["Ask", "Reach", "Run", "choose", "reach", "register", "registered", "run_without"]
@@ -59,16 +58,17 @@ class Run:
 
     Attributes:
         ask: asks the store.
-        record: what its workers have in common (``Transport.records``); the secret is among it.
-        signature: of their settings.
+        record: what its workers have in common.
+        signature: of their settings. ``replicas``: from it.
         epoch: the newest one.
     """
 
     ask: Ask = field(repr=False)
     run_id: str
     name: str
-    record: Mapping[str, Any] = field(repr=False)
+    record: RunRecord
     signature: Mapping[str, Any]
+    replicas: Replicas
     epoch: Epoch
 
     @classmethod
@@ -80,17 +80,13 @@ class Run:
         """
         keys = [f"{entry.run_id}/{name}" for name in ("run", "signature")]
         texts, epoch = ask(lambda store: ([read_text(store, key) for key in keys], newest_epoch(store, entry.run_id)))
-        record = parse(keys[0], "what the workers of a run have in common", texts[0], _is_record)
-        signature = parse(keys[1], "the settings of a run", texts[1], _is_signature)
-        return cls(ask, entry.run_id, entry.name, record, signature, epoch or Epoch.first(record["world_size"]))
+        record = parse(keys[0], "what the workers of a run have in common", texts[0], RunRecord.read)
+        settings = parse(keys[1], "the settings of a run", texts[1], _read_signature)
+        return cls(ask, entry.run_id, entry.name, record, *settings, epoch or Epoch.first(record.world_size))
 
     @property
     def members(self) -> tuple[int, ...]:
         return self.epoch.members
-
-    @property
-    def replicas(self) -> Replicas:
-        return Replicas(tuple(map(tuple, self.signature["settings"]["workers of each replica"])))
 
     def addresses(self, ranks: Iterable[int]) -> dict[int, Mapping[str, Any] | None]:
         """Where the present processes of workers listen, and which processes they are; {} of one that has left, None if the
@@ -105,7 +101,7 @@ class Run:
         for rank, text in texts.items():
             found[rank] = {} if text == "" else None
             if text:
-                found[rank] = parse(keys[rank], f"the address of worker {rank}", text, _is_address)
+                found[rank] = parse(keys[rank], f"the address of worker {rank}", text, read_address)
         return found
 
     def reach(self, but: int | None = None) -> Reach:
@@ -223,7 +219,7 @@ def run_without(ask: Ask, rank: int, world_size: int) -> str | None:
     for entry in _entries(ask):
         try:
             run = Run.read(ask, entry)
-            if run.record["world_size"] == world_size and run.reach(but=rank) is Reach.ANSWERS:
+            if run.record.world_size == world_size and run.reach(but=rank) is Reach.ANSWERS:
                 own = run.addresses([rank])[rank] if rank in run.members else {}
                 if reach(own) is not Reach.ANSWERS:
                     return run.name
@@ -254,39 +250,10 @@ def _describe(ask: Ask, entry: Entry, reached: Reach) -> str:
     return f"'{entry.name}' ({size}{', which do not answer from here' * (reached is not Reach.ANSWERS)})"
 
 
-def _has(found: Any, kinds: Mapping[str, Any]) -> bool:
-    return isinstance(found, dict) and all(isinstance(found.get(name), kind) for name, kind in kinds.items())
-
-
-def _is_record(found: Any) -> bool:
-    numbers = (int, float)
-    kinds = {"token": str, "world_size": int, "places": int, "node_of": list, "timeout": numbers, "dead_after": numbers}
-    kinds["encrypt"] = (bool, type(None))
-    return (
-        _has(found, kinds)
-        and re.fullmatch("([0-9a-f]{2})*", found["token"]) is not None
-        and 1 <= found["world_size"] <= found["places"]
-        and len(found["node_of"]) == found["world_size"]
-        and all(isinstance(node, str) for node in found["node_of"])
-        and 0 < found["timeout"] < math.inf
-        and 0.5 <= found["dead_after"] < math.inf
-    )
-
-
-def _is_signature(found: Any) -> bool:
-    workers = found["settings"].get("workers of each replica") if _has(found, {"settings": dict}) else None
-    if not isinstance(workers, list) or not all(isinstance(own, list) for own in workers):
-        return False
-    ranks = [rank for own in workers for rank in own]
-    return (
-        len({len(own) for own in workers}) == 1
-        and all(type(rank) is int for rank in ranks)
-        and sorted(ranks) == [*range(len(ranks))]
-    )
-
-
-def _is_address(found: Any) -> bool:
-    is_far = _has(found, {"host": str, "port": int}) and 0 < found["port"] < 2**16
-    # A process number of 0 or below would be a group of processes.
-    is_whole = _has(found, {"node": str, "machine": str, "pid": int, "incarnation": int}) and found["pid"] > 0
-    return is_whole and (is_far or _has(found, {"local": str}))
+def _read_signature(found: Any) -> tuple[Mapping[str, Any], Replicas]:
+    replicas = Replicas(tuple(map(tuple, found["settings"]["workers of each replica"])))
+    ranks = list(itertools.chain(*replicas.workers))
+    is_whole = len(set(map(len, replicas.workers))) == 1 and all(type(rank) is int for rank in ranks)
+    if not is_whole or sorted(ranks) != [*range(len(ranks))]:
+        raise ValueError("every worker must be in one replica, and all replicas of one size")
+    return found, replicas

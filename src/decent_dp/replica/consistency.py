@@ -124,9 +124,7 @@ def wait_for_all(
     """Waits until all workers have contributed to an agreement; where faults are tolerated, all that live.
 
     Args:
-        name, agreed: of the agreement.
-        timeout: in seconds.
-        what: as of ``Transport.agree``.
+        name, agreed: of the agreement. ``what``: needs it, for errors. ``timeout``: in seconds.
         late: a worker's failure to contribute in time, as the predicate of a sentence, for the error.
 
     Returns:
@@ -151,6 +149,8 @@ def texts_of(transport: Transport, agreed: Future[Mapping[int, str]], what: str)
         raise errors.PeerLostError(
             f"the others took worker {transport.rank} for gone, and agreed on {what} without it: end this process."
         )
+    if transport.neighbours is None and (absent := [rank for rank in range(transport.world_size) if rank not in texts]):
+        raise transport.explain_absent(absent, what)
     return texts
 
 

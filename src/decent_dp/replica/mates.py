@@ -103,7 +103,7 @@ class Mates:
         self._training = threading.get_ident()
         name, what, self._votes = f"{self._kind}/{self._votes}", "a round", self._votes + 1
         own = target, nonfinite, 0 if epochs is None else -epochs.coming
-        agreed = self._transport.agree(name, json.dumps(own), what, among=self._ranks)
+        agreed = self._transport.agree(name, json.dumps(own), among=self._ranks)
         late = f"did not come to {what} of its replica: the workers of one replica make the same steps."
         texts = wait_for_all(self._transport, name, agreed, self._transport.timeout, what, late)
         if lost := [rank for rank in self._ranks if rank not in texts]:

@@ -43,14 +43,14 @@ def listen(rendezvous: Rendezvous, sockets: Sockets) -> list[Socket]:
     listeners: list[Socket] = []
     address: dict[str, Any] = {"node": rendezvous.node, "incarnation": rendezvous.incarnation, "pid": os.getpid()}
     address["machine"] = socket.gethostname()
-    others = rendezvous.world_size - 1
+    run, others = rendezvous.run, rendezvous.run.world_size - 1
     if rendezvous.local and sys.platform == "linux":
         address["local"] = f"decent_dp-{secrets.token_hex(8)}"
         listeners += [sockets.listen(_local(address)), sockets.listen(_local(address) + _BULK, beats=False)]
-    is_far, grows = len(rendezvous.local) < others, rendezvous.places > rendezvous.world_size
+    is_far, grows = len(rendezvous.local) < others, run.places > run.world_size
     if is_far or grows or not listeners:
         host = _own_address(guess=is_far) if is_far or grows else _LOOPBACK
-        encrypts = rendezvous.encrypt if rendezvous.encrypt is not None else is_far or grows
+        encrypts = run.encrypt if run.encrypt is not None else is_far or grows
         remote = _listen_at(host, sockets, rendezvous.curve if encrypts else None)
         address["host"] = host
         address["port"], address["bulk"] = (int(listener.endpoint.rpartition(":")[2]) for listener in remote)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -438,32 +438,19 @@ def _unpack(message: bytes) -> tuple[str, str, tuple[int, ...] | None, frozenset
     try:
         kind, name, among, sees, content = json.loads(message)
         _split(name)
-        members = None if among is None else tuple(_ranks(among))
         found: Any
         if kind == _SAY:
-            rank, text, stands_by, round_, incarnation, asks = content
-            _check(isinstance(text, str) and isinstance(asks, bool))
-            rank, stands_by, round_, incarnation = _ranks([rank, stands_by, round_, incarnation])
-            found = rank, _Statement(text, stands_by, round_, incarnation, asks)
+            rank, text, *numbers, asks = content
+            stands_by, round_, incarnation = map(int, numbers)
+            found = int(rank), _Statement(str(text), stands_by, round_, incarnation, bool(asks))
         elif kind == _RESULT:
             stands_by, texts = content
-            _check(all(isinstance(text, str) for _, text in texts))
-            found = next(_ranks([stands_by])), {next(_ranks([rank])): text for rank, text in texts}
-        else:
+            found = int(stands_by), {int(rank): str(text) for rank, text in texts}
+        elif kind == _ASK:
             asks, missing = content
-            _check(kind == _ASK and isinstance(asks, bool))
-            found = asks, list(_ranks(missing))
-        return kind, name, members, frozenset(_ranks(sees)), found
+            found = bool(asks), list(map(int, missing))
+        else:
+            raise ValueError(kind)
+        return kind, name, None if among is None else tuple(map(int, among)), frozenset(map(int, sees)), found
     except (TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"no message of an agreement: {message[:100]!r}") from error
-
-
-def _ranks(found: Iterable[Any]) -> Iterator[int]:
-    for number in found:
-        _check(type(number) is int and number >= 0)
-        yield number
-
-
-def _check(is_right: bool) -> None:
-    if not is_right:
-        raise ValueError("an entry of another kind")

@@ -12,9 +12,8 @@ from concurrent.futures import Future
 from decent_dp.errors import PeerLostError, WireError
 from decent_dp.transport.agreement import NO_ROUND, Agreements, Links
 from decent_dp.transport.messages import ACK, AGREEMENT, BLOCKS, Key
-from decent_dp.transport.waiter import start_thread
 
-__all__ = ["ControlPlane", "Courier", "needs_all"]
+__all__ = ["ControlPlane", "Courier"]
 
 # Blocks that are sent before the first of them is acknowledged.
 _WINDOW = 2
@@ -32,10 +31,12 @@ class ControlPlane:
     """Moves the notes of ``agreements`` and of a ``Courier`` for each channel.
 
     Args:
+        rank, incarnation: of this process.
         links: to the other workers.
     """
 
     def __init__(self, rank: int, world_size: int, links: Links, incarnation: int = 0) -> None:
+        self.rank, self.incarnation = rank, incarnation
         self._links, self._call, self.view = links, links.call, links.view
         self._couriers: dict[int, Courier] = {}
         self.agreements = Agreements(rank, world_size, links, self._concluded, incarnation)
@@ -218,24 +219,3 @@ class Courier:
                 again.append(((self._number, ACK, self._came[peer]), b""))
         for key, block in again:
             self._send(peer, key, block)
-
-
-def needs_all(
-    found: Future[Mapping[int, str]], rank: int, world_size: int, explain: Callable[[list[int]], PeerLostError]
-) -> Future[Mapping[int, str]]:
-    """The result of an agreement, which fails if one of these workers has no part in it, though this one has."""
-    needed: Future[Mapping[int, str]] = Future()
-
-    def check(found: Future[Mapping[int, str]]) -> None:
-        if (error := found.exception()) is not None:
-            needed.set_exception(error)
-            return
-        absent = [other for other in range(world_size) if other not in found.result()]
-        if not absent or rank in absent:
-            needed.set_result(found.result())
-        # It may ask the store, and this may be the transport's thread.
-        elif not start_thread(lambda: needed.set_exception(explain(absent)), "decent_dp-notes", needed.set_exception):
-            needed.set_exception(PeerLostError(f"workers {absent} are gone."))
-
-    found.add_done_callback(check)
-    return needed

@@ -27,7 +27,7 @@ from decent_dp.transport.messages import Key
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.votes import ExchangeId, Verdict
 
-__all__ = ["InProcessTransport", "LocalHub", "alone", "run_replicas"]
+__all__ = ["InProcessTransport", "LocalHub", "run_replicas"]
 
 T = TypeVar("T")
 
@@ -158,7 +158,7 @@ class InProcessTransport(Transport):
     def _collectives(self, kind: str, channel: int) -> Collectives:
         ranks, node_of = range(self.world_size), ["here"] * self.world_size
         explain = self.explain_absent if self.neighbours is None else None
-        return Collectives(self._plane, self.rank, ranks, node_of, self.timeout, kind=kind, channel=channel, explain=explain)
+        return Collectives(self._plane, ranks, node_of, self.timeout, kind=kind, channel=channel, explain=explain)
 
     def explain_absent(self, ranks: Sequence[int], what: str) -> PeerLostError:
         return PeerLostError(f"worker {ranks[0]} is gone; it was needed for {what}.{self._hub.said(ranks)}")
@@ -316,11 +316,6 @@ class _LocalPlane(ControlPlane):
         for plane in self._planes:  # no thread asks the others once in a while
             self._call(partial(plane.agreements.look, again=True))
         return super().missing(name)
-
-
-def alone(rank: int) -> Collectives:
-    """The collectives of a worker that nobody else knows yet."""
-    return Collectives(_LocalPlane(rank, LocalHub(1), []), rank, (rank,), ["here"], 60.0, among=(rank,))
 
 
 def _wait_until_written(tensor: Tensor) -> None:

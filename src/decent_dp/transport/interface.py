@@ -17,7 +17,7 @@ from decent_dp.errors import PeerError, PeerLostError
 from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
 from decent_dp.transport.agreement import NO_ROUND
-from decent_dp.transport.control_plane import ControlPlane, needs_all
+from decent_dp.transport.control_plane import ControlPlane
 from decent_dp.transport.neighbours import Neighbours, PeerTable
 from decent_dp.transport.streams import beside
 from decent_dp.transport.votes import ExchangeId, Verdict
@@ -220,7 +220,6 @@ class Transport(ABC):
         self,
         name: str,
         text: str,
-        what: str = "",
         *,
         asks: bool = False,
         round_: int = NO_ROUND,
@@ -230,19 +229,14 @@ class Transport(ABC):
 
         Args:
             name: a kind, a slash, and a number that grows; the same on all workers.
-            what: needs the agreement, for errors.
             asks: the others are to learn of it at once (``is_asked``).
             round_: processes whose first round is not before this one take no part.
             among: those that take part, this worker among them, with ``tolerate``; None: all.
 
         Returns:
-            The texts by rank, in ascending order. With ``tolerate`` of all that live; without this worker's if the others have
-            taken it for gone. Else it fails with a PeerLostError, on all workers, if one is gone.
+            The texts by rank, in ascending order, of all that live; without this worker's if the others have taken it for gone.
         """
-        found = self.plane.agree(name, text, asks=asks, round_=round_, among=among)
-        if self.neighbours is not None:
-            return found
-        return needs_all(found, self.rank, self.world_size, lambda absent: self.explain_absent(absent, what))
+        return self.plane.agree(name, text, asks=asks, round_=round_, among=among)
 
     def is_asked(self, name: str) -> bool:
         """Whether another worker wants all to contribute to an agreement at once."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -115,7 +114,7 @@ def is_of_network(error: RuntimeError) -> bool:
     return is_of_gloo or (isinstance(error, dist.DistError) and any(word in text for word in _OF_NETWORK))
 
 
-def peer_error(error: Exception, ranks: Sequence[int], what: str, notes: Notes, timeout: timedelta) -> PeerError:
+def peer_error(error: Exception, ranks: Sequence[int], what: str, notes: Notes, timeout: float) -> PeerError:
     """The error of this library for one of a communicator.
 
     Args:
@@ -151,7 +150,7 @@ def peer_error(error: Exception, ranks: Sequence[int], what: str, notes: Notes, 
         return PeerError(f"{what} failed: {SHARED_GPU}")
     if isinstance(error, TimeoutError) or "timed out" in text or "timeout" in text:
         return PeerTimeoutError(
-            f"{who} sent nothing for {what} within the process group's timeout of {timeout.total_seconds():g} s. It is "
+            f"{who} sent nothing for {what} within the process group's timeout of {timeout:g} s. It is "
             "slower than that, or it has made fewer updates: uneven numbers of batches need `with model.join():`."
             f"{said}"
         )

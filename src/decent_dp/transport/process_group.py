@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 from zmq import ZMQError
 
 from decent_dp.compression import Compression, Lossless
@@ -22,7 +23,7 @@ from decent_dp.transport.closed_group import close_default_group
 from decent_dp.transport.collectives import Collectives
 from decent_dp.transport.control_plane import ControlPlane
 from decent_dp.transport.hello import Credentials, Identity, password
-from decent_dp.transport.in_process import InProcessTransport, alone
+from decent_dp.transport.in_process import InProcessTransport
 from decent_dp.transport.interface import Control, ExchangeRequest, Handle, Transport
 from decent_dp.transport.liveness import HolesAllowed, WireNeighbours
 from decent_dp.transport.nccl import AllReduceGroups, NcclPairs
@@ -40,7 +41,6 @@ __all__ = [
     "ProcessGroupTransport",
     "check_encrypt",
     "check_transport",
-    "connect",
     "gather_in_mesh",
     "group_of_replicas",
     "open_transport",
@@ -60,17 +60,33 @@ _LOOK = 0.01
 
 
 def open_transport(
-    given: object, process_group: dist.ProcessGroup | None, faults: object, encrypt: object
+    given: object, process_group: dist.ProcessGroup | None, faults: object, encrypt: object, timeout: float | None = None
 ) -> tuple[bool, Transport]:
     """Whether a replica owns its transport, and the transport, for arguments of ``gossip()`` and the wrapper.
 
     Wrong arguments connect, too: they are refused on all workers, and for that these must meet.
+
+    Args:
+        timeout: as of ``ProcessGroupTransport``.
+
+    Raises:
+        RuntimeError: there is no process group.
+        ValueError: this worker is not in it, or the workers' versions, secrets or ``encrypt`` differ.
     """
     if isinstance(given, Transport):
         return False, given
     tolerated = faults if isinstance(faults, Tolerate) else None
     encrypted = encrypt if isinstance(encrypt, bool) else None
-    return True, connect(process_group, faults=tolerated, encrypt=encrypted)
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "there is no process group. Call decent_dp.utils.initialize_dist() (or torch.distributed.init_process_group) "
+            "before wrapping the model, and start the script with torchrun for more than one worker."
+        )
+    if dist.get_rank(process_group) < 0:
+        raise ValueError("this worker is not a member of process_group: call gossip() or wrap the model on its members only.")
+    if max(dist.get_world_size(process_group), most_workers(tolerated)) == 1:
+        return True, InProcessTransport()
+    return True, ProcessGroupTransport(process_group, timeout, faults=tolerated, encrypt=encrypted)
 
 
 def group_of_replicas(process_group: Any, own_ranks: Sequence[int]) -> Any:
@@ -121,36 +137,6 @@ def check_encrypt(given: bool | None) -> bool | None:
     return given
 
 
-def connect(
-    process_group: dist.ProcessGroup | None,
-    timeout: float | None = None,
-    *,
-    faults: Tolerate | None = None,
-    encrypt: bool | None = None,
-) -> Transport:
-    """The transport of this worker in ``process_group`` (None: the default group); called by all its workers together.
-
-    Args:
-        timeout: seconds without progress after which an exchange fails; None: the process group's, as for everything else.
-        faults: what is tolerated, from ``Transport.tolerate`` on.
-        encrypt: whether connections are encrypted; None: those between nodes.
-
-    Raises:
-        RuntimeError: there is no process group.
-        ValueError: this worker is not in it, or the workers' versions, secrets or ``encrypt`` differ.
-    """
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "there is no process group. Call decent_dp.utils.initialize_dist() (or torch.distributed.init_process_group) "
-            "before wrapping the model, and start the script with torchrun for more than one worker."
-        )
-    if dist.get_rank(process_group) < 0:
-        raise ValueError("this worker is not a member of process_group: call gossip() or wrap the model on its members only.")
-    if max(dist.get_world_size(process_group), most_workers(faults)) == 1:
-        return InProcessTransport()
-    return ProcessGroupTransport(process_group, timeout, faults=faults, encrypt=encrypt)
-
-
 class ProcessGroupTransport(Transport):
     """Connects workers that are processes.
 
@@ -158,9 +144,9 @@ class ProcessGroupTransport(Transport):
 
     Args:
         process_group: whose workers, backend and timeout; None for the default group. All its workers call this together.
-        timeout: of exchanges, in seconds; None: the process group's. The collectives keep the process group's.
+        timeout: seconds without progress after which an exchange fails; None: the process group's, as that of collectives.
         faults: what is tolerated, from ``tolerate`` on.
-        encrypt: as of ``connect``.
+        encrypt: whether connections are encrypted; None: those between nodes.
     """
 
     def __init__(
@@ -178,8 +164,8 @@ class ProcessGroupTransport(Transport):
 
     def _meet(self, shared: Rendezvous, timeout: float | None) -> None:
         self._rendezvous = shared
-        timeout = shared.timeout.total_seconds() if timeout is None else timeout
-        super().__init__(shared.rank, shared.world_size, shared.run_id, timeout, shared.store)
+        timeout = shared.run.timeout if timeout is None else timeout
+        super().__init__(shared.rank, shared.run.world_size, shared.run_id, timeout, shared.store)
         self._notes = Notes(shared.store, shared.rank)
         self._waiter = Waiter("decent_dp-staging")
         self._communicators: dict[str, Communicator] = {}
@@ -194,7 +180,7 @@ class ProcessGroupTransport(Transport):
         shared, error = self._rendezvous, ""
         sockets, listeners = None, list[Socket]()
         try:
-            sockets = Sockets(shared.dead_after or default_dead_after(), password(shared.proof), io_threads=_io_threads())
+            sockets = Sockets(shared.run.dead_after or default_dead_after(), password(shared.proof), io_threads=_io_threads())
             listeners = listen(shared, sockets)
         except (RuntimeError, ValueError, OSError, ZMQError) as found:
             error = str(found)
@@ -208,13 +194,17 @@ class ProcessGroupTransport(Transport):
     def _connect_all(self, sockets: Sockets | None, listeners: list[Socket], error: str) -> None:
         """``error``: why this worker does not listen."""
         shared = self._rendezvous
-        errors = {rank: text for rank, text in self._gather_at_start(error).items() if text}
-        if errors or sockets is None:
-            raise RuntimeError(" ".join(f"Worker {rank}: {text}" for rank, text in errors.items()))
+        texts: dict[int, Any] = {self.rank: error}
+        if self._process_group is not None:  # else this process joins
+            found: list[Any] = [""] * self.world_size
+            dist.all_gather_object(found, error, group=self._process_group)
+            texts = dict(enumerate(found))
+        if any(texts.values()) or sockets is None:
+            raise RuntimeError(" ".join(f"Worker {rank}: {text}" for rank, text in texts.items() if text))
         identity = Identity(bytes.fromhex(shared.run_id), shared.rank, secrets.token_bytes(8), shared.incarnation)
         self._wire = Wire(
             Credentials(identity, shared.proof, shared.curve, set(shared.keys), lambda key: shared.knows(key, _LOOK_UP)),
-            range(shared.world_size),
+            range(self.world_size),
             shared.local,
             sockets,
             listeners,
@@ -223,36 +213,34 @@ class ProcessGroupTransport(Transport):
         )
         self._known = WireNeighbours(self._wire, shared.rank, sockets.dead_after)
         self._control = self._collectives("start", _START)
-        self._exchanges = WireExchanges(self._wire, shared.rank, shared.node_of, self._waiter, self.timeout, self.explain)
+        self._exchanges = WireExchanges(self._wire, shared.rank, shared.run.node_of, self._waiter, self.timeout, self.explain)
 
-    def _gather_at_start(self, text: str) -> dict[int, str]:
-        """The texts of all workers, before they are connected."""
-        texts: list[Any] = [""] * self.world_size
-        dist.all_gather_object(texts, text, group=self._process_group)
-        return dict(enumerate(texts))
-
-    def _collectives(self, kind: str, channel: int) -> Collectives:
-        """``kind``, ``channel``: as of ``Collectives``."""
+    def _collectives(self, kind: str, channel: int, among: tuple[int, ...] | None = None) -> Collectives:
+        """``kind``, ``channel``, ``among``: as of ``Collectives``."""
         shared = self._rendezvous
         # Nothing is known of the nodes of those that may come.
-        node_of = (*shared.node_of, *(f"worker {rank}" for rank in range(self.world_size, shared.places)))
-        common = self._wire.control_plane, self.rank, range(self.world_size), node_of, shared.timeout.total_seconds()
-        if self.neighbours is None:
-            return Collectives(*common, kind=kind, channel=channel, explain=self.explain_absent)
+        node_of = (*shared.run.node_of, *(f"worker {rank}" for rank in range(self.world_size, shared.run.places)))
         return Collectives(
-            *common,
+            self._wire.control_plane,
+            among or range(self.world_size),
+            node_of,
+            shared.run.timeout,
             kind=kind,
             channel=channel,
+            among=among,
+            explain=self.explain_absent if self.neighbours is None else None,
             leave=lambda: self._wire.close(says_bye=False),
-            incarnation=shared.incarnation,
             neighbours=self.neighbours,
         )
 
     def explain_absent(self, ranks: Sequence[int], what: str) -> PeerLostError:
         errors = [self._wire.why_lost(rank) for rank in ranks]
         error = next((error for error in errors if isinstance(error, ConnectionError)), ConnectionError())
-        found = peer_error(error, ranks, what, self._notes, self._rendezvous.timeout)
+        found = self.explain(error, ranks, what)
         return found if isinstance(found, PeerLostError) else PeerLostError(str(found))
+
+    def explain(self, error: Exception, ranks: Sequence[int], what: object) -> PeerError:
+        return peer_error(error, ranks, str(what), self._notes, self.timeout)
 
     @property
     def control(self) -> Control:
@@ -351,23 +339,21 @@ class ProcessGroupTransport(Transport):
     def carrier(self, *, on_gpus: bool) -> str:
         # NCCL ends the process when a worker dies, and encrypts nothing.
         shared = self._rendezvous
-        return "NCCL" if on_gpus and shared.nccl and self._faults is None and shared.encrypt is not True else "ZeroMQ"
+        return "NCCL" if on_gpus and shared.nccl and self._faults is None and shared.run.encrypt is not True else "ZeroMQ"
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         return self.choose(edge, request).start(edge, request)
 
     def _communicator(self, name: str, ranks: Sequence[int]) -> Communicator:
         if name not in self._communicators:
-            timeout = timedelta(seconds=self.timeout)
+            options: Any = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=self.timeout)
+            store, position = PrefixStore(name, self.store), list(ranks).index(self.rank)
             try:
-                self._communicators[name] = self._rendezvous.nccl_communicator(name, ranks, timeout)
+                self._communicators[name] = dist.ProcessGroupNCCL(store, position, len(ranks), options)
             except RuntimeError as error:
-                others = [rank for rank in ranks if rank != self.rank]
-                raise peer_error(error, others, "a communicator", self._notes, timeout) from error
+                raise self.explain(error, [rank for rank in ranks if rank != self.rank], "a communicator") from error
         return self._communicators[name]
-
-    def explain(self, error: Exception, ranks: Sequence[int], what: object) -> PeerError:
-        return peer_error(error, ranks, str(what), self._notes, timedelta(seconds=self.timeout))
 
 
 class NewcomerTransport(ProcessGroupTransport):
@@ -384,20 +370,17 @@ class NewcomerTransport(ProcessGroupTransport):
         self._meet(shared, None)
         self._members: Collectives | None = None
         self._listen()
-        self._control = alone(self.rank)
+        self._control = self._collectives("alone", _START, (self.rank,))
 
     @property
     def incarnation(self) -> int:
         return self._rendezvous.incarnation
 
     def tolerate(self, faults: Tolerate) -> Neighbours:
-        neighbours = super().tolerate(faults)
+        alone, neighbours = self._control, super().tolerate(faults)
         assert isinstance(self._control, Collectives)
-        self._members, self._control = self._control, alone(self.rank)
+        self._members, self._control = self._control, alone
         return neighbours
-
-    def _gather_at_start(self, text: str) -> dict[int, str]:
-        return {self.rank: text}
 
     def prepare(self, edges: list[Edge]) -> None:
         return  # nobody accepts it before it is a member

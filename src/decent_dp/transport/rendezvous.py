@@ -11,12 +11,13 @@ import functools
 import hmac
 import ipaddress
 import json
+import math
 import os
 import secrets
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -29,7 +30,7 @@ from decent_dp.faults import Tolerate, most_workers
 from decent_dp.transport.messages import VERSION
 from decent_dp.transport.peer_errors import ONE_GPU, SHARED_GPU
 from decent_dp.transport.sockets import Curve, check_pyzmq
-from decent_dp.transport.store import ROOT, StoreClient, read_bytes, read_text, warn_of_unreadable, whole_store
+from decent_dp.transport.store import ROOT, UNREADABLE, StoreClient, read_bytes, read_text, warn_of_unreadable, whole_store
 
 # torch's stubs leave out what its communicators can do (send, recv, allreduce, … on lists of tensors).
 Communicator: TypeAlias = Any
@@ -44,50 +45,88 @@ __all__ = [
     "RUNS",
     "Communicator",
     "Rendezvous",
+    "RunRecord",
     "address_key",
     "named_interface",
     "network_stack",
+    "read_address",
     "timeout_of",
 ]
 
 
 @dataclass(frozen=True)
-class Rendezvous:
-    """The common data with which the workers of one wrapper connect.
+class RunRecord:
+    """What all workers of a run have in common. It is in the store for those that join.
 
     Attributes:
-        store: the process group's store, under a prefix of this wrapper's own.
-        rank, world_size: in the process group.
-        timeout: the process group's.
-        node: the name of this worker's network stack. In ``node_of`` may be that of a process before it.
-        places: the number of ranks, with those of workers that may come.
-        incarnation: how many processes had joined the run before this one, itself included; 0 for those that began it.
-        nccl: the process group moves CUDA tensors by NCCL.
-        node_of: the name of each worker's network stack; workers of one name share a loopback interface.
-        token: the secret with which they prove that they are of this run; known to these workers alone.
-        run_id: this wrapper's own name, the same on all its workers.
-        addresses: of workers, as far as they were looked up.
-        encrypt: whether connections are encrypted; None: those that leave a node.
-        curve: this worker's keys. ``keys``: the public ones of the workers that began the run, as far as they are known.
+        token: with which workers prove that they are of this run, unless the user gives a secret.
+        world_size: the number of workers that began the run. ``places``: of ranks, with those of workers that may come.
+        node_of: the name of the network stack of each worker that began; workers of one name share a loopback interface.
+        timeout: the process group's, in seconds.
         dead_after: of ``Tolerate``; None: faults are errors.
+        encrypt: whether connections are encrypted; None: those that leave a node.
+        mac: proves that it was written by a worker that knows the user's secret.
+    """
+
+    token: bytes = field(repr=False)
+    world_size: int
+    places: int
+    node_of: tuple[str, ...]
+    timeout: float
+    dead_after: float | None = None
+    encrypt: bool | None = None
+    mac: str = ""
+
+    def _entries(self) -> dict[str, Any]:
+        return {**asdict(self), "token": self.token.hex()}
+
+    def write(self) -> str:
+        return json.dumps({**self._entries(), "mac": bind_to_secret(_unbound(self._entries()))})
+
+    @classmethod
+    def read(cls, said: Any) -> RunRecord:
+        """Of the JSON in the store. Raises one of ``UNREADABLE`` if it is nothing that ``write`` returns."""
+        entries = {name: said[name] for name in cls.__dataclass_fields__ if name != "mac"}
+        entries |= {"token": bytes.fromhex(said["token"]), "node_of": tuple(said["node_of"])}
+        made = cls(**entries, mac=str(said.get("mac", "")))
+        is_whole = type(made.world_size) is type(made.places) is int and 1 <= made.world_size <= made.places
+        is_whole &= len(made.node_of) == made.world_size and all(isinstance(node, str) for node in made.node_of)
+        is_whole &= 0 < made.timeout < math.inf and 0.5 <= said["dead_after"] < math.inf
+        if not is_whole or made.encrypt not in (None, False, True):
+            raise ValueError("no record of a run")
+        return made
+
+    @property
+    def is_of_secret(self) -> bool:
+        """Whether it is of a worker that knows this one's secret."""
+        return _are_equal(self.mac, bind_to_secret(_unbound(self._entries())))
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """With what a worker meets the others of its run.
+
+    Attributes:
+        store: the process group's store, under a prefix of this run's own.
+        run_id: the name of the run, the same on all its workers. ``run``: what else they have in common.
+        rank: in the process group.
+        node: the name of this worker's network stack. In ``run.node_of`` may be that of a process before it.
+        nccl: the process group moves CUDA tensors by NCCL.
+        incarnation: how many processes had joined the run before this one, itself included; 0 for those that began it.
+        keys: the public keys of the workers that began the run, as far as they are known. ``curve``: this worker's keys.
+        addresses: of workers, as far as they were looked up.
     """
 
     store: Store
-    rank: int
-    world_size: int
-    timeout: timedelta
-    nccl: bool
-    node_of: tuple[str, ...]
-    token: bytes = field(repr=False)
     run_id: str
+    run: RunRecord
+    rank: int
     node: str
-    places: int
+    nccl: bool = False
     incarnation: int = 0
-    addresses: dict[int, dict[str, Any]] = field(default_factory=dict)
-    encrypt: bool | None = None
-    curve: Curve = field(default_factory=Curve.create, repr=False)
     keys: frozenset[bytes] = frozenset()
-    dead_after: float | None = None
+    curve: Curve = field(default_factory=Curve.create, repr=False)
+    addresses: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def create(
@@ -128,52 +167,47 @@ class Rendezvous:
         store = PrefixStore(f"{ROOT}/{cards[0]['name']}", whole_store(_get_default_store()))
         # A worker that does not know its stack shares it with nobody.
         node_of = tuple(card["stack"] or f"worker {i}" for i, card in enumerate(cards))
-        return cls(
-            store,
-            rank,
+        run = RunRecord(
+            bytes.fromhex(cards[0]["token"]),
             world_size,
-            timeout_of(group),
-            nccl="nccl" in str(dist.get_backend(group)),
-            node_of=node_of,
-            token=bytes.fromhex(cards[0]["token"]),
-            run_id=cards[0]["name"],
-            node=node_of[rank],
-            places=max(world_size, most_workers(faults)),
-            encrypt=encrypt,
-            curve=curve,
-            keys=frozenset(bytes.fromhex(card["key"]) for card in cards),
-            dead_after=None if faults is None else faults.dead_after,
+            max(world_size, most_workers(faults)),
+            node_of,
+            timeout_of(group).total_seconds(),
+            None if faults is None else faults.dead_after,
+            encrypt,
         )
+        nccl, keys = "nccl" in str(dist.get_backend(group)), frozenset(bytes.fromhex(card["key"]) for card in cards)
+        return cls(store, cards[0]["name"], run, rank, node_of[rank], nccl, 0, keys, curve)
 
     @functools.cached_property
     def proof(self) -> bytes:
         """The secret with which workers prove that they are of this run: the token, and the user's secret if there is one."""
-        return bytes.fromhex(bind_to_secret(self.token.hex())) or self.token
+        return bytes.fromhex(bind_to_secret(self.run.token.hex())) or self.run.token
 
-    def bind(self, text: str) -> str:
+    def _bind(self, text: str) -> str:
         """Binds what is in the store to the run's secret."""
         return hmac.digest(self.proof, b"decent_dp store " + text.encode(), "sha256").hex()
 
     def publish(self, address: dict[str, Any]) -> None:
         """Stores where this worker listens, and its public key."""
         address["rank"] = self.rank
-        address["mac"] = self.bind(_unbound(address))
+        address["mac"] = self._bind(_unbound(address))
         self.addresses[self.rank] = address
-        self.store.set(address_key(self.rank, self.incarnation), json.dumps(address))
-        self.store.set(*self._key_record)
+        for key, text in self._published().items():
+            self.store.set(key, text)
 
-    @property
-    def _key_record(self) -> tuple[str, str]:
-        key = self.curve.public.hex()
-        return f"key/{key}", self.bind(key)
+    def _published(self) -> dict[str, str]:
+        own, key = self.addresses[self.rank], self.curve.public.hex()
+        return {address_key(self.rank, self.incarnation): json.dumps(own), f"key/{key}": self._bind(key)}
 
-    def _is_bound(self, address: dict[str, Any], rank: int) -> bool:
-        return address.get("rank") == rank and _are_equal(str(address.get("mac")), self.bind(_unbound(address)))
+    def records(self) -> dict[str, str]:
+        """``Transport.records``."""
+        return {"run": self.run.write(), **self._published()}
 
     def knows(self, key: bytes, seconds: float) -> bool:
         """Whether the store has this public key of a worker. Raises OSError if it does not answer."""
         found = self._client.run(lambda store: read_text(store, f"{self.run_id}/key/{key.hex()}"), seconds)
-        return _are_equal(found or "", self.bind(key.hex()))
+        return _are_equal(found or "", self._bind(key.hex()))
 
     @functools.cached_property
     def _client(self) -> StoreClient:
@@ -181,8 +215,7 @@ class Rendezvous:
 
     def close(self) -> None:
         """The store is not asked any more."""
-        if "_client" in vars(self):
-            self._client.close()
+        self._client.close()
 
     def address_of(self, rank: int, incarnation: int, seconds: float) -> dict[str, Any]:
         """Of the process of this incarnation; looked up in the store if it is not known.
@@ -192,19 +225,19 @@ class Rendezvous:
             RuntimeError: the process has stored no address, or not in time if it began with this one; or something else has.
         """
         address = self.addresses.get(rank)
-        if address is None or address["incarnation"] != incarnation:
-            key = address_key(rank, incarnation)
-            if incarnation or self.incarnation:
-                # The store may be another one than at the start, or stopped.
-                value = self._client.run(lambda store: read_bytes(store, f"{self.run_id}/{key}"), seconds)
-                if not value:  # b"": it has left
-                    raise RuntimeError(f"worker {rank} has stored no address")
-            else:
-                # The store's own timeout, which ``get`` has, is another: half an hour by default.
-                self.store.wait([key], timedelta(seconds=seconds))
-                value = self.store.get(key)
-            address = self._keep_address(rank, incarnation, value)
-        return address
+        if address is not None and address["incarnation"] == incarnation:
+            return address
+        key = address_key(rank, incarnation)
+        if incarnation or self.incarnation:
+            # The store may be another one than at the start, or stopped.
+            value = self._client.run(lambda store: read_bytes(store, f"{self.run_id}/{key}"), seconds)
+            if not value:  # b"": it has left
+                raise RuntimeError(f"worker {rank} has stored no address")
+        else:
+            # The store's own timeout, which ``get`` has, is another: half an hour by default.
+            self.store.wait([key], timedelta(seconds=seconds))
+            value = self.store.get(key)
+        return self._keep_address(rank, incarnation, value)
 
     def look_up_addresses(self) -> None:
         """Reads the addresses of all workers that began the run, so that ``address_of`` does not need the store.
@@ -212,52 +245,34 @@ class Rendezvous:
         Raises:
             RuntimeError: as of ``address_of``.
         """
-        others = [rank for rank in range(self.world_size) if rank not in self.addresses]
+        others = [rank for rank in range(self.run.world_size) if rank not in self.addresses]
         keys = [address_key(rank, 0) for rank in others]
-        self.store.wait(keys, self.timeout)
+        self.store.wait(keys, timedelta(seconds=self.run.timeout))
         for rank, value in zip(others, self.store.multi_get(keys), strict=True):
             self._keep_address(rank, 0, value)
 
     def _keep_address(self, rank: int, incarnation: int, value: bytes) -> dict[str, Any]:
-        address = _read_address(value, incarnation)
-        if address is not None and not self._is_bound(address, rank):
+        try:
+            address = read_address(json.loads(value))
+            if address["incarnation"] != incarnation:
+                raise ValueError("the address of another process")
+        except UNREADABLE:
+            key = f"{self.run_id}/{address_key(rank, incarnation)}"
+            warn_of_unreadable(key, f"no connection to worker {rank} is made until it is there again")
+            found = f"the store has something else under '{ROOT}/{key}' than the address of worker {rank}"
+            raise RuntimeError(found) from None
+        if address.get("rank") != rank or not _are_equal(str(address.get("mac")), self._bind(_unbound(address))):
             raise RuntimeError(
                 f"the address of worker {rank} in the store was not written by a worker of this run: see who else writes to "
                 "it, and that DECENT_DP_SECRET is the same on all workers"
             )
-        if address is None:
-            key = f"{self.run_id}/{address_key(rank, incarnation)}"
-            warn_of_unreadable(key, f"no connection to worker {rank} is made until it is there again")
-            raise RuntimeError(f"the store has something else under '{ROOT}/{key}' than the address of worker {rank}")
         self.addresses[rank] = address
         return address
-
-    def records(self) -> dict[str, str]:
-        """``Transport.records``."""
-        common: dict[str, Any] = {
-            "token": self.token.hex(),
-            "world_size": self.world_size,
-            "places": self.places,
-            "node_of": list(self.node_of),
-            "timeout": self.timeout.total_seconds(),
-            "dead_after": self.dead_after,
-            "encrypt": self.encrypt,
-        }
-        common["mac"] = bind_to_secret(_unbound(common))
-        own = json.dumps(self.addresses[self.rank])
-        return {"run": json.dumps(common), address_key(self.rank, self.incarnation): own, **dict([self._key_record])}
 
     @property
     def local(self) -> frozenset[int]:
         """The other workers on this one's network stack."""
-        return frozenset(i for i, name in enumerate(self.node_of) if name == self.node and i != self.rank)
-
-    def nccl_communicator(self, name: str, ranks: Sequence[int], timeout: timedelta) -> Communicator:
-        """An NCCL communicator of ``ranks`` on the current CUDA device; called by its members alone."""
-        options: Any = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        store = PrefixStore(name, self.store)
-        return dist.ProcessGroupNCCL(store, list(ranks).index(self.rank), len(ranks), options)
+        return frozenset(i for i, name in enumerate(self.run.node_of) if name == self.node and i != self.rank)
 
 
 def bind_to_secret(text: str) -> str:
@@ -303,7 +318,9 @@ def _check_cards(cards: Sequence[dict[str, Any]]) -> None:
         raise DisagreementError(
             f"only workers {with_secret} have DECENT_DP_SECRET (or DECENT_DP_SECRET_FILE): set it on all of them"
         )
-    if not all(card["rank"] == rank and is_of_secret(card) for rank, card in enumerate(cards)):
+    if not all(
+        card["rank"] == rank and _are_equal(card["mac"], bind_to_secret(_unbound(card))) for rank, card in enumerate(cards)
+    ):
         raise DisagreementError("DECENT_DP_SECRET (or the file of DECENT_DP_SECRET_FILE) is not the same on all workers")
 
 
@@ -315,26 +332,19 @@ def _unbound(entry: Mapping[str, Any]) -> str:
     return json.dumps({name: value for name, value in entry.items() if name != "mac"}, sort_keys=True)
 
 
-def is_of_secret(entry: Mapping[str, Any]) -> bool:
-    """Whether an entry, such as what all workers have in common (``records``), is of one that knows this worker's secret."""
-    return _are_equal(str(entry.get("mac", "")), bind_to_secret(_unbound(entry)))
-
-
-def _read_address(value: bytes, incarnation: int) -> dict[str, Any] | None:
-    """What ``listen`` has stored; None: it is something else."""
-    with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        address = json.loads(value)
-        host, local, node = (address.get(name) for name in ("host", "local", "node"))
-        ports = (address.get("port"), address.get("bulk"))
-        if host is not None and not (ipaddress.ip_address(str(host)) and all(map(_is_port, ports))):
-            return None
-        if local is not None and not (isinstance(local, str) and local.encode()):
-            return None
-        if len(bytes.fromhex(address.get("key", ""))) not in (0, 32):
-            return None
-        if (host or local) and isinstance(node, str) and address["incarnation"] == incarnation:
-            return dict(address)
-    return None
+def read_address(said: Any) -> dict[str, Any]:
+    """Of the JSON in the store, what ``listen`` has published. Raises one of ``UNREADABLE`` if it is something else."""
+    host, local = said.get("host"), said.get("local")
+    # A process number of 0 or below would be a group of processes.
+    numbers = said["incarnation"], said["pid"]
+    is_whole = isinstance(said["node"], str) and all(type(n) is int for n in numbers) and said["pid"] > 0
+    if host is not None:
+        is_whole &= bool(ipaddress.ip_address(str(host))) and _is_port(said["port"]) and _is_port(said["bulk"])
+    if local is not None:
+        is_whole &= bool(local.encode())
+    if not (is_whole and (host or local) and len(bytes.fromhex(said.get("key", ""))) in (0, 32)):
+        raise ValueError("no address")
+    return {**said, "machine": str(said["machine"])}
 
 
 def _is_port(number: Any) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent import futures
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ from decent_dp.transport.waiter import Waiter
 
 __all__ = [
     "ROOT",
+    "UNREADABLE",
     "StoreCalls",
     "StoreClient",
     "add_to",
@@ -28,7 +28,6 @@ __all__ = [
     "read_bytes",
     "read_text",
     "server_of",
-    "store_errors",
     "warn_of_unreadable",
     "whole_store",
 ]
@@ -39,6 +38,8 @@ _log = logging.getLogger(__name__)
 
 # The beginning of all keys of this library in a store.
 ROOT = "decent_dp"
+# What reading raises that other programs have written.
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 # Seconds for a connection of a client, and for a call at the end.
 _SECONDS = 2.0
 # Seconds for an answer of a store that may hang.
@@ -125,18 +126,6 @@ def connect_store(host: str, port: int, prefix: str, seconds: float) -> Store:
     return PrefixStore(prefix, store)
 
 
-@contextlib.contextmanager
-def store_errors() -> Iterator[None]:
-    """Raises ConnectionError for a store that does not answer, where torch raises kinds of RuntimeError."""
-    try:
-        yield
-    except PeerError:
-        raise  # of what the store has answered
-    except RuntimeError as error:
-        # torch adds a stack in C++ after the first line.
-        raise ConnectionError(f"the store does not answer: {str(error).partition(chr(10))[0]}") from error
-
-
 class StoreCalls:
     """Runs calls of a store in a daemon thread, each within a limit. The thread ends with ``close``, or with this object.
 
@@ -186,13 +175,17 @@ class StoreClient:
     torch's clients stay broken when their server has ended, and complain on the console.
 
     Args:
-        store: any part of it.
+        store: any part of it, or the host and port of its server.
         prefix: of the keys.
+        seconds: for a connection.
     """
 
-    def __init__(self, store: Store, prefix: str) -> None:
-        self._prefix, self._server = prefix, server_of(store)
-        self._store: Store | None = PrefixStore(prefix, whole_store(store)) if self._server is None else None
+    def __init__(self, store: Store | tuple[str, int], prefix: str, seconds: float = _SECONDS) -> None:
+        self._prefix, self._seconds = prefix, seconds
+        self._server = store if isinstance(store, tuple) else server_of(store)
+        self._store: Store | None = None
+        if not isinstance(store, tuple) and self._server is None:
+            self._store = PrefixStore(prefix, whole_store(store))
         self._calls, self._lock = StoreCalls(), threading.Lock()
         self._hanging: list[StoreCalls] = []
         self._closed = False
@@ -201,7 +194,7 @@ class StoreClient:
         """Returns the result of ``call``, or raises its error.
 
         Args:
-            limit: in seconds; None: five.
+            limit: in seconds; None: ``_LIMIT``.
 
         Raises:
             ConnectionError: the store does not answer within the limit, or the client was closed.
@@ -210,13 +203,17 @@ class StoreClient:
         def run() -> T:
             store = None
             try:
-                with store_errors():
-                    store = self._connected()
-                    return call(store)
-            except OSError:
+                store = self._connected()
+                return call(store)
+            except PeerError:
+                raise  # of what the store has answered
+            except (OSError, RuntimeError) as error:
                 if self._store is store and self._server is not None:
                     self._store = None
-                raise
+                if isinstance(error, OSError):
+                    raise
+                # torch has kinds of RuntimeError, and adds a stack in C++ after the first line.
+                raise ConnectionError(f"the store does not answer: {str(error).partition(chr(10))[0]}") from error
 
         limit = _LIMIT if limit is None else limit
         if not self._lock.acquire(timeout=limit):
@@ -242,8 +239,8 @@ class StoreClient:
         if self._store is None:
             assert self._server is not None
             try:
-                self._store = connect_store(*self._server, self._prefix, _SECONDS)
+                self._store = connect_store(*self._server, self._prefix, self._seconds)
             except OSError as error:
                 # Without its cause: whoever looks up an address would take a server that refuses for a peer that does.
-                raise ConnectionError(f"the store does not answer: {error}") from None
+                raise ConnectionError("no store answers at {}:{} ({})".format(*self._server, error)) from None
         return self._store

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from decent_dp.compression import FlatTensor, Lossless
 from decent_dp.topo import Edge
-from decent_dp.transport import ExchangeId, ExchangeRequest, Transport, connect
+from decent_dp.transport import ExchangeId, ExchangeRequest, Transport, open_transport
 from decent_dp.transport.rendezvous import network_stack
 from decent_dp.transport.store import StoreCalls
 
@@ -110,7 +110,7 @@ class Probe:
         self._brief: Transport | None = None
 
     def _connect(self, timeout: float) -> Transport:
-        transport = connect(self._group, timeout)
+        _, transport = open_transport(None, self._group, None, None, timeout)
         self._transports.append(transport)
         return transport
 

@@ -43,13 +43,13 @@ def status(address: _Address = None, name: _Name = None) -> int:
     run = _look(address, name)
     replicas, rows = run.replicas, []
     seats = replicas.whole(run.members)
-    for rank, found in run.addresses(range(run.record["places"])).items():
-        if found is None and rank >= run.record["world_size"]:
+    for rank, found in run.addresses(range(run.record.places)).items():
+        if found is None and rank >= run.record.world_size:
             continue  # nobody has had this place yet
         seat = str(seats.index(replicas.place_of(rank)[0])) if rank in run.members else "-"
         where = [str(found["machine"]), str(found["pid"])] if found else ["?", "?"]
         rows.append([str(rank), seat, *where, reach(found).value])
-    members = f"{len(run.members)} of at most {run.record['places']} workers"
+    members = f"{len(run.members)} of at most {run.record.places} workers"
     say(f"run {run.name}: epoch {run.epoch.number}, {members}")
     say(table(("worker", "seat", "machine", "process", "answers"), rows, left=(2,)))
     return 0
