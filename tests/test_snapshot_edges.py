@@ -21,7 +21,7 @@ from decent_dp.replica.host_copies import HostMemory
 from decent_dp.replica.snapshot import put_back, take
 from decent_dp.serialization import encode
 from decent_dp.transport import InProcessTransport, run_replicas
-from tests.helpers import SGD, alone, assert_same, batch, loss, net, some_in_the_fast_tests, values
+from tests.helpers import SGD, alone, assert_same, batch, loss, net, values
 from tests.resuming import (
     JOBS,
     MANY,
@@ -39,11 +39,9 @@ from tests.resuming import (
 # -- moments ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("view", [True, False], ids=["view", "no-view"])
-def test_inside_averaged_the_replicas_own_values_are_taken(view):
+def test_inside_averaged_the_replicas_own_values_are_taken():
     """As if the context had been left, buffers too."""
     job = replace(JOBS["zoo"], options={"topology": "one-peer-exp", "sync_buffer_in_global_avg": True})
-    job = replace(job, options={**job.options, "param_as_bucket_view": view})
 
     def body(at: InProcessTransport) -> None:
         model = trained(job, 3, at)
@@ -262,11 +260,10 @@ def test_a_window_of_a_scaler_ends_before_anything_is_scaled_again():
     assert_equal(ended(other, range(2, 5)), ended(model, range(2, 5)))
 
 
-@pytest.mark.parametrize(("name", "view"), some_in_the_fast_tests(["zoo", "scaled windows", "sparse momentum"], [True, False]))
-def test_a_load_where_the_caller_infers(name, view):
+@pytest.mark.parametrize("name", ["zoo", "scaled windows"])
+def test_a_load_where_the_caller_infers(name):
     """The result trains, whatever it was made from."""
     job = replace(JOBS[name], options={**JOBS[name].options, "topology": "one-peer-exp", "compression": "int8"})
-    job = replace(job, options={**job.options, "param_as_bucket_view": view})
     through = run_replicas(2, lambda at: run_through(job, at, at.rank, 7, [0, 4]))
 
     def body(at: InProcessTransport, stop: int) -> None:
@@ -374,11 +371,10 @@ def test_a_snapshot_that_waits_for_the_first_update_is_not_kept():
     assert_equal(*ends)
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-def test_a_snapshot_is_not_used_up(compression):
+def test_a_snapshot_is_not_used_up():
     """A run that resumes from it shares nothing with it."""
     job = Job(
-        {"topology": "one-peer-exp", "compression": compression},
+        {"topology": "one-peer-exp", "compression": "int8"},
         optim_fn=partial(torch.optim.AdamW, lr=0.02),
         step=step_in_windows,
     )
