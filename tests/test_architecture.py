@@ -304,7 +304,7 @@ LINES = {
     "launch": (932, 500),
     "logging": (682, 350),
     "integrations": (1848, 1200),
-    "tools": (6945, 4500),
+    "tools": (6710, 4500),
 }
 
 
@@ -343,7 +343,7 @@ LARGE: dict[str, tuple[int, int]] = {
     "membership/epochs.py:Epochs": (16, 32),
     "membership/monitor.py:MembershipMonitor": (14, 12),
     "replica/replica.py:Replica": (29, 30),
-    "tools/sim/cluster.py:VirtualCluster": (19, 15),
+    "tools/sim/cluster.py:VirtualCluster": (18, 11),
     "tools/sim/experiment.py:Simulation": (1, 19),
     "transport/flow.py:Flow": (14, 6),
     "transport/interface.py:Transport": (24, 8),

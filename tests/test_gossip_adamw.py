@@ -409,7 +409,7 @@ def test_a_sparse_gradient_is_refused_and_nothing_steps():
 # -- the simulator ------------------------------------------------------------------------------------------------------
 
 
-def simulate(topology: str, overlap: bool, vectorize: bool | None, **how: Any) -> tuple[VirtualCluster, np.ndarray]:
+def simulate(topology: str, overlap: bool, vectorize: bool, **how: Any) -> tuple[VirtualCluster, np.ndarray]:
     cluster = VirtualCluster(
         Linear(),
         optim_fn,

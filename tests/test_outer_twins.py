@@ -175,6 +175,6 @@ def _cluster(one: Case, n: int, *, messages: bool) -> Any:
     topology = make_topology(one.topology, n, 0)
     cluster = VirtualCluster(one.make_model(), OPTIMIZERS[one.optimizer], topology, n, **one.both())
     if messages:
-        rule = cluster._rule
+        rule = cluster._exchange._exchanges[0]._rule
         cluster._exchange = SpreadExchange(cluster._stack.params, cluster.topology, rule, cluster._faults, Messages)
     return cluster

@@ -455,8 +455,6 @@ def values_of(cluster: VirtualCluster) -> np.ndarray:
 )
 def test_the_simulator_equals_real_workers(kind, vectorize, how):
     real = run_replicas(N, lambda at: train(at, kind, **{"topology": "base-2", "overlap": True, **how}))
-    if kind == "lion" and vectorize:
-        vectorize = None  # it is not known to work element by element
     found = values_of(simulated(kind, STEPS, vectorize=vectorize, **how))
     np.testing.assert_allclose(found, np.stack([values for values, *_ in real]), rtol=0, atol=1e-9)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -154,12 +153,11 @@ def test_the_loop_over_replicas(workers):
         Case("ring", "branching", "momentum"),
         Case("varying", "branching", "adamw", options={"grad_clip_norm": 0.3, "compression": "int8"}),
         Case("one-peer-exp", "branching", "accum-adamw", scheduled=True, scaled=True, inf=(0, 2)),
-        Case("ring", "conv", "adamw", scheduled=True, options={"vectorize": False}),
+        Case("ring", "conv", "adamw", scheduled=True),
     ]
-    real_cases = [replace(case, options={k: v for k, v in case.options.items() if k != "vectorize"}) for case in cases]
-    found = workers(4, real, real_cases)
+    found = workers(4, real, cases)
     for i, case in enumerate(cases):
-        assert compare(case, 4, [worker[i] for worker in found]).vectorized is False
+        assert compare(case, 4, [worker[i] for worker in found], vectorize=False).vectorized is False
 
 
 @pytest.mark.parametrize(

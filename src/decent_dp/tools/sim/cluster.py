@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from decent_dp._checks import check_integer, check_number, to_float
+from decent_dp._checks import check_bool, check_integer, check_number, to_float
 from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_factories, check_scaler
 from decent_dp.compression import check_compression, for_momentum
 from decent_dp.engine import fit_rule
@@ -20,9 +20,9 @@ from decent_dp.rules import Gossip, MomentumTracking, Rule
 from decent_dp.rules.rule import check_rule
 from decent_dp.tools.sim.absences import RANKS_TYPE, Faults
 from decent_dp.tools.sim.exchange import SpreadExchange
-from decent_dp.tools.sim.replica_gradients import LOSS_FN_TYPE, Gradients, StepGradients
+from decent_dp.tools.sim.losses import LOSS_FN_TYPE, Gradients, Loop, VectorizedPass
 from decent_dp.tools.sim.stack import Stack
-from decent_dp.tools.sim.steppers import Shared, Stepper, make_stepper
+from decent_dp.tools.sim.steppers import make_stepper
 from decent_dp.topo import Topology, make_topology
 from decent_dp.topo.schedule import check_pairs, share_of, weigh
 
@@ -37,22 +37,16 @@ class VirtualCluster:
     With the same batches the result is that of real workers up to rounding. Replicas have their own buffers, optimizer states,
     clipping and scalers, and share one stream of torch's random numbers, so that dropout differs from that of any real run.
 
-    All replicas are computed in one pass of ``torch.func.vmap`` if the result is the same as one after another. The first step
-    decides: it also computes replica 0 alone (so ``loss_fn`` is called once more), and falls back to one replica after another,
-    each with its own module, if its loss, a gradient or a buffer differs. Differences that begin later cannot be seen:
-
-    - In one pass Python code runs once per step for all replicas. A counter in a module counts steps, as a worker's would, but
-      numbers drawn in Python (``random``, NumPy) are the same for all. A model that draws them in the first step is computed
-      one by one; with a model that draws them later pass ``vectorize=False``.
-    - A parameter without a gradient in the first step (it takes no step, nor decay) is one without a gradient for good. If that
-      changes with the steps, pass ``vectorize=False``.
-    - Models that draw torch's random numbers, as with dropout, are not compared.
+    All replicas are computed in one pass of ``torch.func.vmap``. A model that does not allow this (its Python code depends on
+    values, it checkpoints activations, it has hooks on modules or sparse gradients, it draws random numbers in Python) gets a
+    RuntimeError; with ``vectorize=False`` its replicas are computed one after another. In one pass Python code runs once per
+    step for all replicas: a counter in a module counts steps, as a worker's would.
 
     Args:
         model: the first value of all replicas, on its device; copied, never changed. Each of its modules stays in its mode
             (training or evaluation).
         optim_fn: makes an optimizer from (name, parameter) pairs. Called at construction: once for an optimizer of torch's or
-            this library's that is known to work element by element (and no scaler), else once per replica.
+            this library's that is known to work element by element, with ``vectorize`` and no scaler; else once per replica.
         topology: a registered name, a composition such as 'complete:100,ring', or a ``Topology``.
         n: the number of workers.
         loss_fn: called as ``loss_fn(model, *batch)`` with one replica's model and batch, returns its loss as one number. None:
@@ -67,11 +61,12 @@ class VirtualCluster:
         grad_clip_norm: of each replica's gradients together, as ``torch.nn.utils.clip_grad_norm_``; 0.0 for no clipping.
         scaler: a ``torch.GradScaler``; each replica gets a copy, which scales its loss, skips its steps and is updated.
         vectorize: True: all replicas in one pass, or raise; False: one replica after another, each with Python objects of its
-            own; None: in one pass if the first step shows that it is exact, else one after another, with a warning in the log.
+            own.
         weights: of the replicas, as the argument ``weight`` of ``gossip``; None: all equal.
 
     Attributes:
         round: the number of the next step; counts steps, also those that a scaler skipped.
+        vectorized: as the argument.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message says what to do.
@@ -93,24 +88,18 @@ class VirtualCluster:
         rule: Rule | None = None,
         grad_clip_norm: float = 0.0,
         scaler: torch.amp.GradScaler | None = None,
-        vectorize: bool | None = None,
+        vectorize: bool = True,
         weights: Sequence[float] | None = None,
     ) -> None:
         n = check_integer("n, the number of workers,", n, 1)
         mix_every = check_integer("mix_every", mix_every, 1)
         if loss_fn is not None and not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function of (model, *batch) that returns the loss, got {loss_fn!r}")
-        if vectorize not in (True, False, None):
-            raise TypeError(f"vectorize must be True, False or None, got {vectorize!r}")
-        self._max_norm = check_number(
+        max_norm = check_number(
             "grad_clip_norm", grad_clip_norm, "0.0 (no clipping) or a positive norm", at_least=0.0, below=2.0**128
         )
-        if overlap not in (True, False):
-            raise TypeError(f"overlap must be True or False, got {overlap!r}")
-        self._overlap = overlap
-        self._scaler = check_scaler(scaler)
+        self._overlap, self.vectorized = check_bool("overlap", overlap), check_bool("vectorize", vectorize)
         check_factories(optim_fn, lr_scheduler_fn)
-        self._factories = optim_fn, lr_scheduler_fn
         made = make_topology(
             topology, local_world_size=check_integer("local_world_size", local_world_size, 1), world_size=n, rank=0
         )
@@ -121,13 +110,19 @@ class VirtualCluster:
         kind = check_compression(compression)
         narrow = any(param.itemsize < 4 for param in self._stack.params.values())
         self._faults = Faults(n)
-        self._gradients = Gradients(self._stack, loss_fn or _cross_entropy, vectorize)
-        self._rule, self._kind = check_rule(rule), kind
+        self._gradients = (VectorizedPass if vectorize else Loop)(self._stack, loss_fn or _cross_entropy)
+        shares = [share_of(self.topology, i, range(n)) for i in range(n)]
+        self._stepper = make_stepper(
+            self._stack, optim_fn, lr_scheduler_fn, check_scaler(scaler), max_norm, self._faults, share=vectorize, shares=shares
+        )
+        rule = rule_for(check_rule(rule), self._stepper.optimizers)
         # Of the tracked momenta, if they are.
         self._momenta: SpreadExchange | None = None
-        self._stepper = self._make_stepper()
-        self._rule = fit_rule(self._rule, kind, self.topology, narrow=narrow, overlap=overlap)
-        self._exchange = SpreadExchange(self._stack.params, self.topology, self._rule, self._faults, kind)
+        if isinstance(rule, MomentumTracking):
+            momenta = self._stepper.track(rule.momentum)
+            self._momenta = SpreadExchange(momenta, self.topology, Gossip(), self._faults, for_momentum(kind))
+        rule = fit_rule(rule, kind, self.topology, narrow=narrow, overlap=overlap)
+        self._exchange = SpreadExchange(self._stack.params, self.topology, rule, self._faults, kind)
         self._failure: BaseException | None = None
         self.round = 0
 
@@ -154,8 +149,7 @@ class VirtualCluster:
         Raises:
             TypeError, ValueError: a batch is no tensor or has another leading dimension than n; the loss is not one number, or
                 does not depend on the model; a buffer was added or has changed its shape.
-            RuntimeError: the model cannot be computed in one pass, and ``vectorize`` asks for it, or earlier steps were; or an
-                earlier step failed after its gradients.
+            RuntimeError: the model cannot be computed in one pass; or an earlier step failed after its gradients.
 
         If computing the losses and gradients raises, the step can be repeated: parameters and optimizers are unchanged, and
         buffers and the modules' Python attributes are restored (``Snapshot``; parameters that a forward writes to are not). An
@@ -178,9 +172,7 @@ class VirtualCluster:
         self.round += 1
         return self._faults.of_present(gradients.losses)
 
-    def _update(self, gradients: StepGradients) -> None:
-        if self._gradients.vectorized is False and isinstance(self._stepper, Shared):
-            self._stepper = self._make_stepper()
+    def _update(self, gradients: Gradients) -> None:
         if self._overlap:
             self._exchange.finish_due(self.round)
         self._stepper.follow_loads()
@@ -195,18 +187,6 @@ class VirtualCluster:
                 exchange.finish()
         if self.round % FADE_EVERY == 0:
             self._stepper.fade()
-
-    def _make_stepper(self) -> Stepper:
-        may_share = self._gradients.vectorized is not False
-        shares = [share_of(self.topology, i, range(self.n)) for i in range(self.n)]
-        stepper = make_stepper(
-            self._stack, *self._factories, self._scaler, self._max_norm, self._faults, may_share=may_share, shares=shares
-        )
-        self._rule = rule_for(self._rule, stepper.optimizers)
-        if isinstance(self._rule, MomentumTracking):
-            momenta = stepper.track(self._rule.momentum)
-            self._momenta = SpreadExchange(momenta, self.topology, Gossip(), self._faults, for_momentum(self._kind))
-        return stepper
 
     def _check_batch(self, batch: Sequence[Any]) -> None:
         if not batch:
@@ -339,11 +319,6 @@ class VirtualCluster:
         """Optimizer steps that each replica has taken; fewer than ``round`` where a scaler skipped one, no gradient came, or it
         was away."""
         return list(self._stepper.steps)
-
-    @property
-    def vectorized(self) -> bool | None:
-        """Whether all replicas are computed in one pass; None until the first step has decided."""
-        return self._gradients.vectorized
 
     @property
     def bytes_sent(self) -> int:

@@ -131,21 +131,25 @@ def _repeated(tensor: Tensor, n: int) -> Tensor:
 
 
 class Snapshot:
-    """Values of tensors and Python attributes of models, to restore if a step fails.
+    """A context that restores values of tensors, and Python attributes of models, if it is left by an error.
 
     An attribute is restored if it was assigned, or if it is a list, deque, dict or set that was changed. Changes inside other
     objects, and outside the models, cannot be seen and stay.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], models: Sequence[nn.Module] = ()) -> None:
+    def __init__(self, tensors: Iterable[Tensor], models: Sequence[nn.Module]) -> None:
         self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
         modules = [module for model in models for module in model.modules()]
         attributes = [value for module in modules for value in (vars(module), *vars(module).values())]
         containers: list[Any] = [value for value in attributes if isinstance(value, (dict, list, set, deque))]
         self._containers = [(container, copy.copy(container)) for container in containers]
 
+    def __enter__(self) -> None: ...
+
     @torch.no_grad()
-    def restore(self) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            return
         for container, saved in self._containers:
             container.clear()
             (container.extend if hasattr(container, "extend") else container.update)(saved)

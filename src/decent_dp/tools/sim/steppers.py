@@ -22,7 +22,7 @@ from decent_dp.gradients import GradientPolicy
 from decent_dp.optim import AccumAdam, AccumAdamW, GossipAdamW
 from decent_dp.optim.tracking import Tracking
 from decent_dp.tools.sim.absences import Faults
-from decent_dp.tools.sim.replica_gradients import StepGradients
+from decent_dp.tools.sim.losses import Gradients
 from decent_dp.tools.sim.stack import Stack
 
 __all__ = ["PerReplica", "Shared", "Stepper", "make_stepper"]
@@ -70,7 +70,7 @@ class Stepper(ABC):
         self.tracked: list[Tracking] = []
 
     @abstractmethod
-    def step(self, gradients: StepGradients) -> None:
+    def step(self, gradients: Gradients) -> None:
         """Clips and steps; a replica without any gradient takes no step."""
 
     def scales(self) -> Tensor | None:
@@ -116,18 +116,19 @@ def make_stepper(
     max_norm: float,
     faults: Faults,
     *,
-    may_share: bool,
+    share: bool,
     shares: Sequence[float | None],
 ) -> Stepper:
-    """The stepper of these replicas: one optimizer for all if it may be shared and is known to work element by element.
+    """The stepper of these replicas.
 
     Args:
+        share: one optimizer for all, if it is known to work element by element.
         shares: of the replicas in the weight of all (``GossipAdamW.set_replicas``).
 
     Raises:
         TypeError, ValueError: a factory does not return an optimizer or a scheduler of the given parameters.
     """
-    if scaler is None and may_share:
+    if scaler is None and share:
         named = [(name, param) for name, param in stack.template.named_parameters() if param.requires_grad]
         optimizer = _make_optimizer(optim_fn, named)
         hooks: list[Any] = [
@@ -143,9 +144,9 @@ def make_stepper(
             return Shared(stack, optimizer, lr_scheduler_fn, max_norm, faults)
     params = [[Parameter(param.detach()[i]) for param in stack.params.values()] for i in range(stack.n)]
     optimizers = [_make_optimizer(optim_fn, list(zip(stack.names, own, strict=True))) for own in params]
-    for optimizer, share in zip(optimizers, shares, strict=True):
+    for optimizer, own_share in zip(optimizers, shares, strict=True):
         if isinstance(optimizer, GossipAdamW):
-            optimizer.set_replicas(stack.n, share)
+            optimizer.set_replicas(stack.n, own_share)
     return PerReplica(stack.names, params, optimizers, lr_scheduler_fn, scaler, max_norm, faults)
 
 
@@ -194,7 +195,7 @@ class Shared(Stepper):
         found = {id(param): momentum for tracking in self.tracked for param, momentum in tracking.momenta()}
         return {name: found[id(param)] for name, param in self._named.items()}
 
-    def step(self, gradients: StepGradients) -> None:
+    def step(self, gradients: Gradients) -> None:
         assert gradients.stacked is not None
         used = [gradient for gradient in gradients.stacked if gradient is not None]
         if not used:
@@ -262,7 +263,7 @@ class PerReplica(Stepper):
                 momentum.data = row
         return stacked
 
-    def step(self, gradients: StepGradients) -> None:
+    def step(self, gradients: Gradients) -> None:
         for i in self._faults.present:
             params = self._params[i]
             for param, gradient in zip(params, gradients.of_replica(i), strict=True):
