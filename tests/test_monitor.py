@@ -38,14 +38,14 @@ def make_monitor() -> MembershipMonitor:
 class Transport:
     """Worker 0 of two, as ``finish_together`` sees it: what the agreements end with, and the newest round of the other one."""
 
-    rank, world_size, timeout = 0, 2, 0.3
+    rank, world_size, timeout, neighbours = 0, 2, 0.3, None
 
     def __init__(self, rounds: Callable[[], int] = lambda: 0) -> None:
         self.newest_round = rounds
         self.agreed: dict[str, Future[Mapping[int, str]]] = defaultdict(Future)
         self.said: dict[str, str] = {}
 
-    def agree(self, name: str, text: str, what: str) -> Future[Mapping[int, str]]:
+    def agree(self, name: str, text: str) -> Future[Mapping[int, str]]:
         self.said[name] = text
         return self.agreed[name]
 
