@@ -229,7 +229,7 @@ BREAKAGES = [
     Breakage(
         "without faults= an exchange with a worker that is gone is left out",
         "transport/handles.py",
-        "        raise explain(error, [peer]) from error\n",
+        "        raise self._explain(error, [peer], exchange_id) from error\n",
         "        return\n",
     ),
     Breakage(

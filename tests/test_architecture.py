@@ -295,7 +295,7 @@ LINES = {
     "compression": (1953, 1800),
     "kernels": (1360, 0),  # theirs are compression's and optim's
     "optim": (1851, 1700),
-    "transport": (8894, 3200),
+    "transport": (8826, 3200),
     "engine": (994, 1000),
     "membership": (1737, 1100),
     "replica": (5757, 2500),

@@ -321,8 +321,8 @@ def handle_that_lands(timeout: float) -> tuple[Any, list[str]]:
     hints = SimpleNamespace(lacks=lambda *_: False)
     wire: Any = SimpleNamespace(links=PeerLinks(frozenset()), flow=SimpleNamespace(hints=hints), now=time.monotonic)
     wire.stopped, wire.why_lost, wire.has_ended = 0.0, lambda _: TimeoutError(), lambda _: False
-    own, policy = request(torch.ones(3), 0, ExchangeId(0, 0)), handles.AllNeeded(wire, timeout)
-    handle = handles.WireHandle(own, [1], policy, wire, lambda error, _: RuntimeError(f"is {error!r}"))
+    explain = lambda error, *_: RuntimeError(f"is {error!r}")  # noqa: E731
+    handle = handles.WireHandle(ExchangeId(0, 0), [1], handles.AllNeeded(wire, timeout, explain), wire, explain)
     calls: list[str] = []
     handle.land, handle.finish = lambda: calls.append("lands"), lambda: calls.append("finishes")
     handle.expect(1)
@@ -384,10 +384,9 @@ def test_a_peer_that_has_ended_costs_no_exchange_with_another_one():
         links=PeerLinks(frozenset()),
         why_lost=lambda peer: ConnectionError(f"{peer} is gone"),
     )
-    policy, own = handles.AllNeeded(wire, 60.0), request(torch.ones(3), 0, ExchangeId(0, 0))
-    dead, alive = (
-        handles.WireHandle(own, [peer], policy, wire, lambda error, peers: RuntimeError(f"{peers}: {error}")) for peer in (1, 2)
-    )
+    explain = lambda error, peers, _: RuntimeError(f"{peers}: {error}")  # noqa: E731
+    policy = handles.AllNeeded(wire, 60.0, explain)
+    dead, alive = (handles.WireHandle(ExchangeId(0, 0), [peer], policy, wire, explain) for peer in (1, 2))
     with pytest.raises(RuntimeError, match="1 is gone"):
         policy.give_up(dead)
     now = time.monotonic()

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,9 +134,9 @@ def test_a_doubt_is_waited_for_as_long_as_a_silence_and_then_counted(make):
     two = make(dead_after=2.0)
     two.there(lambda wire: setattr(wire.settlement, "vote_if_complete", lambda pair: None))
     verdicts: list[Any] = []
-    wire, request = two.net.wires[0], SimpleNamespace(exchange_id=ExchangeId(0, 0))
+    wire = two.net.wires[0]
     policy = HolesAllowed(wire, two.known, 60.0)
-    handle = WireHandle(request, [1], policy, wire, lambda *_: RuntimeError())  # type: ignore[arg-type]
+    handle = WireHandle(ExchangeId(0, 0), [1], policy, wire, lambda *_: RuntimeError())
     handle.expect(1)
     for rank, settle in ((0, partial(handle.settle, 1)), (1, verdicts.append)):
         memory = memoryview(bytearray(100))

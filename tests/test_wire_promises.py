@@ -27,7 +27,7 @@ from decent_dp.errors import WireError
 from decent_dp.topo import Edge
 from decent_dp.transport import ProcessGroupTransport, addresses, rendezvous
 from decent_dp.transport.hello import BULK, CONTROL, password
-from decent_dp.transport.messages import DATA, HEADER_BYTES, HELLO, HINT, LARGEST_FRAME, START, pack
+from decent_dp.transport.messages import DATA, HEADER_BYTES, HELLO, HINT, LARGEST_FRAME, START, VERSION, pack
 from decent_dp.transport.pace import Pace
 from decent_dp.transport.peer_errors import UnreachableError
 from decent_dp.transport.peer_link import Channel
@@ -680,7 +680,7 @@ def test_a_worker_of_another_version_is_named():
         net.targets[0] = replace(net.targets[0], control=control, bulk=bulk, key=curve.public)
         net.wires[1].connect(0)
         assert not net.wires[1].is_connected(0)
-        assert "version 10, where version 9 was due" in str(net.wires[1].why_lost(0))
+        assert f"version {VERSION + 1}, where version {VERSION} was due" in str(net.wires[1].why_lost(0))
     finally:
         answered.set()
         thread.join()

@@ -64,25 +64,33 @@ class _End:
 
     channel: Channel
     dialled: Dialled
-    attempt: _Attempt
+    wanted: _Wanted
     challenged: bool = False
     welcome: Identity | None = None
 
 
 @dataclass(eq=False)
-class _Attempt:
-    """One try to open the connections to a peer.
+class _Wanted:
+    """A peer to which a connection is needed.
 
     Attributes:
-        deadline: on the monotonic clock.
-        ends: one for each connection.
+        since: when it was first.
+        due: when it is dialled next; infinite while it is being dialled.
+        pause: seconds between the last two tries.
+        ends: both connections of the try that goes on; ``deadline``: of it; ``where``: the peer listens, for errors.
     """
 
     peer: int
-    target: Target
-    deadline: float
+    since: float
+    due: float
+    pause: float = _FIRST / 2
     ends: list[_End] = field(default_factory=list)
-    over: bool = False
+    deadline: float = math.inf
+    where: str = ""
+
+    def try_again(self) -> None:
+        self.pause = min(2 * self.pause, _LAST)
+        self.due = time.monotonic() + self.pause
 
 
 class Dialler:
@@ -107,11 +115,7 @@ class Dialler:
         self._connections, self._links = connections, connections.links
         self._polling, self._find = polling, find
         self._timeout = min(timeout, sockets.dead_after)
-        # When each peer is dialled next; infinite while it is being dialled.
-        self._due: dict[int, float] = {}
-        self._pauses: dict[int, float] = {}
-        self._wanted_at: dict[int, float] = {}
-        self._attempts: dict[int, _Attempt] = {}
+        self._wanted: dict[int, _Wanted] = {}
         self._ends: dict[Socket, _End] = {}
 
     def goes_first(self, peer: int) -> bool:
@@ -121,73 +125,62 @@ class Dialler:
 
     def want(self, peer: int) -> None:
         """A connection is needed. It is tried until it is there, or the peer is gone."""
-        now, waits = time.monotonic(), self._links.to(peer).state is LinkState.NEW and not self.goes_first(peer)
-        self._wanted_at.setdefault(peer, now)
-        self._due.setdefault(peer, now + _OTHER_FIRST if waits else 0.0)
+        if peer not in self._wanted:
+            now, waits = time.monotonic(), self._links.to(peer).state is LinkState.NEW and not self.goes_first(peer)
+            self._wanted[peer] = _Wanted(peer, now, now + _OTHER_FIRST if waits else 0.0)
 
     def look(self) -> float:
         """Dials whom it is time to dial. Returns when to look again, on the monotonic clock; infinite: when something comes."""
         now = time.monotonic()
-        for attempt in list(self._attempts.values()):
-            if now >= attempt.deadline:
-                where = f" at {attempt.target.where}" if attempt.target.where else ""
-                ports = [end for end in attempt.ends if end.challenged]
-                why = "only one of its two ports does: see the firewall (DECENT_DP_PORTS)" if ports else "it may be stopped"
-                self._end(attempt, GreetingError(f"worker {attempt.peer} has not answered{where} in time, {why}"))
-        for peer, due in list(self._due.items()):
+        for peer, wanted in list(self._wanted.items()):
             link = self._links.to(peer)
+            if now >= wanted.deadline:
+                where = f" at {wanted.where}" if wanted.where else ""
+                is_half = any(end.challenged for end in wanted.ends)
+                why = "only one of its two ports does: see the firewall (DECENT_DP_PORTS)" if is_half else "it may be stopped"
+                self._fail(wanted, GreetingError(f"worker {peer} has not answered{where} in time, {why}"))
             if link.is_connected or link.state is LinkState.GONE:
-                self._forget(peer)
-            elif now >= due:
-                self._due[peer] = math.inf
+                self.cancel(peer)
+                del self._wanted[peer]
+            elif now >= wanted.due:
+                wanted.due = math.inf
                 # A thread for each, as one that cannot be reached takes long.
-                if not self._commands.look_up(partial(self._look_up, peer), lambda outcome: outcome(), "decent_dp-dial"):
-                    self._try_again(peer)
-        deadlines = (attempt.deadline for attempt in self._attempts.values())
-        return min([*self._due.values(), *deadlines], default=math.inf)
+                if not self._commands.look_up(partial(self._look_up, wanted), lambda outcome: outcome(), "decent_dp-dial"):
+                    wanted.try_again()
+        return min((min(wanted.due, wanted.deadline) for wanted in self._wanted.values()), default=math.inf)
 
-    def _forget(self, peer: int) -> None:
-        del self._due[peer]
-        self._pauses.pop(peer, None)
-        self._wanted_at.pop(peer, None)
-        self.cancel(peer)
-
-    def _look_up(self, peer: int) -> Callable[[], None]:
+    def _look_up(self, wanted: _Wanted) -> Callable[[], None]:
         """Returns what is to be done then in the transport's thread."""
-        incarnation = self._links.to(peer).incarnation
+        incarnation = self._links.known(wanted.peer).incarnation
         try:
-            return partial(self._dial, peer, incarnation, self._find(peer, incarnation))
+            return partial(self._dial, wanted, incarnation, self._find(wanted.peer, incarnation))
         except (OSError, RuntimeError) as error:
-            return partial(self._failed, peer, error)
+            return partial(self._fail, wanted, error)
 
-    def _dial(self, peer: int, incarnation: int, target: Target) -> None:
-        link = self._links.to(peer)
-        if link.is_connected or link.state is LinkState.GONE or link.incarnation != incarnation:
-            self._try_again(peer)
+    def _dial(self, wanted: _Wanted, incarnation: int, target: Target) -> None:
+        peer, link = wanted.peer, self._links.to(wanted.peer)
+        if self._wanted.get(peer) is not wanted:
+            return  # there has been a connection since then
+        # The peer still listens, and dials; if its process ends, that is noticed at once.
+        leaves = link.state is LinkState.BROKEN and not self.goes_first(peer) and time.monotonic() < link.since + _OTHER_FIRST
+        if leaves or link.is_connected or link.state is LinkState.GONE or link.incarnation != incarnation:
+            wanted.try_again()
             return
-        if link.state is LinkState.BROKEN and not self.goes_first(peer) and time.monotonic() < link.since + _OTHER_FIRST:
-            self._try_again(peer)  # the peer still listens, and dials; if its process ends, that is noticed at once
-            return
-        self._attempts[peer] = _Attempt(peer, target, time.monotonic() + self._timeout)
-        self._start(self._attempts[peer])
-
-    def _start(self, attempt: _Attempt) -> None:
+        wanted.deadline, wanted.where = time.monotonic() + self._timeout, target.where
         name = secrets.token_bytes(16)  # never twice: of two connections with one routing id the second is ignored
         mine = self._credentials
-        curve = mine.curve if attempt.target.key else None
-        keys = mine.curve.public + attempt.target.key if curve else b""
+        curve = mine.curve if target.key else None
+        keys = mine.curve.public + target.key if curve else b""
         try:
-            for plane in (CONTROL, BULK):
-                # Heartbeats wait behind data of their connection: they go where there are none.
-                beats = plane == CONTROL
-                endpoint = attempt.target.control if beats else attempt.target.bulk
-                socket = self._sockets.dial(endpoint, name + bytes([plane]), curve, attempt.target.key, beats=beats)
-                dialled = Dialled(mine.identity, mine.secret, attempt.peer, plane, name, keys)
-                self._ends[socket] = _End(Channel(socket, plane), dialled, attempt)
-                attempt.ends.append(self._ends[socket])
+            # Heartbeats wait behind data of their connection: they go where there are none.
+            for plane, endpoint, beats in ((CONTROL, target.control, True), (BULK, target.bulk, False)):
+                socket = self._sockets.dial(endpoint, name + bytes([plane]), curve, target.key, beats=beats)
+                dialled = Dialled(mine.identity, mine.secret, peer, plane, name, keys)
+                self._ends[socket] = _End(Channel(socket, plane), dialled, wanted)
+                wanted.ends.append(self._ends[socket])
                 self._polling.watch(socket)
         except OSError as error:
-            self._end(attempt, error)
+            self._fail(wanted, error)
 
     # -- what happens to an attempt -------------------------------------------------------------------------------------
 
@@ -199,96 +192,79 @@ class Dialler:
             end.channel.socket.zmq.get(zmq.EVENTS)  # else a socket looks for new connections once in a millisecond
             end.channel.send(pack(HELLO, flags=1), end.dialled.hello)
         elif event.is_end:
-            failed = event.kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            what = (
-                "it does not accept the key of this worker" if failed else "the connection has ended (it may have another key)"
-            )
-            self._end(end.attempt, GreetingError(f"worker {end.attempt.peer} cannot be greeted: {what}"))
+            why = "the connection has ended (it may have another key)"
+            if event.kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                why = "it does not accept the key of this worker"
+            self._fail(end.wanted, GreetingError(f"worker {end.wanted.peer} cannot be greeted: {why}"))
 
     def hear(self, socket: Socket, first: bytes) -> None:
         """A message has come; ``first``: its first frame."""
         end, body = self._ends.get(socket), rest_of(socket.zmq)
         if end is None:
             return
-        attempt = end.attempt
         try:
-            header = unpack(first, attempt.peer)
+            header = unpack(first, end.wanted.peer)
             if header.kind == HELLO and header.flags == 2:
                 end.channel.send(pack(HELLO, flags=3), end.dialled.prove(body))
                 end.challenged = True
             elif (header.kind == HELLO and header.flags == 4) or header.kind == REFUSED:
                 end.welcome = end.dialled.accept(body)
                 self._polling.pause(socket)  # what follows is for an open link
-                if all(other.welcome is not None for other in attempt.ends):
-                    self._open(attempt)
+                if all(other.welcome is not None for other in end.wanted.ends):
+                    self._open(end.wanted)
         except GreetingError as error:
-            self._end(attempt, error)
+            self._fail(end.wanted, error)
         except WireError as error:  # something else than a worker of this version answers
-            self._end(attempt, GreetingError(str(error)))
+            self._fail(end.wanted, GreetingError(str(error)))
 
-    def _open(self, attempt: _Attempt) -> None:
-        [identity, *others] = {end.welcome for end in attempt.ends if end.welcome is not None}
+    def _open(self, wanted: _Wanted) -> None:
+        peer, ends, link = wanted.peer, wanted.ends, self._links.to(wanted.peer)
+        [other, *others] = {end.welcome for end in ends if end.welcome is not None}
         if others:
-            self._end(attempt, GreetingError(f"two processes answer at the address of worker {attempt.peer}"))
+            raise GreetingError(f"two processes answer at the address of worker {peer}")
+        wanted.due = time.monotonic() + _LAST  # if this one is lost at once
+        is_same = link.uid in (b"", other.uid) and link.incarnation == other.incarnation
+        if link.is_connected or link.state is LinkState.GONE or not is_same:
+            self.cancel(peer)
             return
-        self._over(attempt)
-        channels = [end.channel for end in attempt.ends]
-        self._connected(attempt.peer, identity, channels)
-        for channel in channels:
-            self._polling.resume(channel)
+        self._end(wanted)
+        # A process that has joined, or wants to, may be no member for the other one yet.
+        open_ = self._connections.open_joining if self._credentials.identity.incarnation else self._connections.open
+        open_(link, other.uid, *(end.channel for end in ends))
+        for end in ends:
+            self._polling.resume(end.channel)
 
-    def _over(self, attempt: _Attempt) -> None:
-        attempt.over = True
-        for end in attempt.ends:
-            self._ends.pop(end.channel.socket, None)
-        if self._attempts.get(attempt.peer) is attempt:
-            del self._attempts[attempt.peer]
-
-    def _end(self, attempt: _Attempt, error: Exception | None) -> None:
-        if attempt.over:
-            return
-        self._over(attempt)
-        for end in attempt.ends:
-            self._polling.forget(end.channel.socket)
-        if error is not None:
-            self._failed(attempt.peer, error)
+    def _end(self, wanted: _Wanted) -> list[_End]:
+        """The attempt is over."""
+        ends, wanted.ends, wanted.deadline = wanted.ends, [], math.inf
+        for end in ends:
+            del self._ends[end.channel.socket]
+        return ends
 
     def cancel(self, peer: int) -> None:
         """Ends the attempt: the peer has opened a connection itself."""
-        if peer in self._attempts:
-            self._end(self._attempts[peer], None)
+        if peer in self._wanted:
+            for end in self._end(self._wanted[peer]):
+                self._polling.forget(end.channel.socket)
 
     def is_through(self, peer: int) -> bool:
         """Whether the peer has answered an attempt that goes on."""
-        return peer in self._attempts and all(end.challenged for end in self._attempts[peer].ends)
+        ends = self._wanted[peer].ends if peer in self._wanted else []
+        return bool(ends) and all(end.challenged for end in ends)
 
     def close(self) -> None:
-        for attempt in list(self._attempts.values()):
-            self._end(attempt, ConnectionError("the transport was closed"))
+        for peer in self._wanted:
+            self.cancel(peer)
 
-    # -- the outcome ------------------------------------------------------------------------------------------------------
-
-    def _connected(self, peer: int, other: Identity, channels: list[Channel]) -> None:
-        link = self._links.to(peer)
-        self._due[peer] = time.monotonic() + _LAST  # if this one is lost at once
-        is_same = link.uid in (b"", other.uid) and link.incarnation == other.incarnation
-        if link.is_connected or link.state is LinkState.GONE or not is_same:
-            for channel in channels:
-                self._polling.forget(channel.socket)
-            return
-        # A process that has joined, or wants to, may be no member for the other one yet.
-        open_ = self._connections.open_joining if self._credentials.identity.incarnation else self._connections.open
-        open_(link, other.uid, *channels)
-
-    def _try_again(self, peer: int) -> None:
-        self._pauses[peer] = min(2 * self._pauses.get(peer, _FIRST / 2), _LAST)
-        self._due[peer] = time.monotonic() + self._pauses[peer]
-
-    def _failed(self, peer: int, error: Exception) -> None:
-        link = self._links.to(peer)
+    def _fail(self, wanted: _Wanted, error: Exception) -> None:
+        """There is no connection this time."""
+        peer, link = wanted.peer, self._links.to(wanted.peer)
+        if self._wanted.get(peer) is not wanted:
+            return  # there has been one since then
+        self.cancel(peer)
         self._connections.replaced |= isinstance(error, ReplacedError)
         _log.debug("worker %d cannot be reached: %s", peer, error)
-        self._try_again(peer)
+        wanted.try_again()
         if link.is_connected or link.state is LinkState.GONE or isinstance(error, CrossingError):
             return
         link.why = error if isinstance(error, OSError) else ConnectionError(str(error))
@@ -301,12 +277,11 @@ class Dialler:
         elif is_refused and link.state is LinkState.BROKEN:
             # Its process has ended, or a firewall answers in its place: it counts as dead sooner than one that is silent.
             if not link.refused:
-                ago = (1 - _ENDED) * self._sockets.dead_after
-                link.heard = min(link.heard, time.monotonic() - ago)
+                link.heard = min(link.heard, time.monotonic() - (1 - _ENDED) * self._sockets.dead_after)
             link.refused = True
-        elif link.state is LinkState.NEW:
-            wanted_at = self._wanted_at.get(peer, link.since)
+        elif link.state is LinkState.NEW and (
             # Where a greeting fails, the peer may get through itself, if it needs this worker, too, by now.
-            if not is_greeting or self.goes_first(peer) or time.monotonic() - wanted_at >= self._timeout:
-                link.enter(LinkState.BROKEN)
-                link.heard = wanted_at
+            not is_greeting or self.goes_first(peer) or time.monotonic() - wanted.since >= self._timeout
+        ):
+            link.enter(LinkState.BROKEN)
+            link.heard = wanted.since

@@ -6,19 +6,15 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
 
 from decent_dp.errors import WireError
-from decent_dp.transport.interface import ExchangeRequest, Handle
+from decent_dp.transport.interface import Explain, Handle
 from decent_dp.transport.messages import HINT, Key
 from decent_dp.transport.transfers import PairExchange
 from decent_dp.transport.votes import ExchangeId, Verdict
 from decent_dp.transport.wire import Wire
 
-__all__ = ["AllNeeded", "PeerExplain", "Policy", "WireHandle", "key_of"]
-
-# Turns a broken connection, or a timeout, into an error that names these workers.
-PeerExplain: TypeAlias = Callable[[Exception, list[int]], RuntimeError]
+__all__ = ["AllNeeded", "Policy", "WireHandle", "key_of"]
 
 # Seconds between two looks at the peers of an exchange, in case that one is gone or silent.
 _LOOK_AT_PEERS = 0.25
@@ -33,22 +29,14 @@ class WireHandle(Handle):
 
     Args:
         others: the other members.
-        explain: makes the errors of peers.
 
     Attributes:
         pairs: an exchange with each of ``others``, if they swap messages.
         started: when the exchange was, on the clock of ``Wire.now``.
     """
 
-    def __init__(
-        self,
-        request: ExchangeRequest,
-        others: list[int],
-        policy: Policy,
-        wire: Wire,
-        explain: PeerExplain,
-    ) -> None:
-        self.exchange_id, self.others, self.explain = request.exchange_id, others, explain
+    def __init__(self, exchange_id: ExchangeId, others: list[int], policy: Policy, wire: Wire, explain: Explain) -> None:
+        self.exchange_id, self.others, self._explain = exchange_id, others, explain
         self._policy, self._wire = policy, wire
         self.pairs: list[PairExchange] = []
         self.started = wire.now()
@@ -116,7 +104,7 @@ class WireHandle(Handle):
             self._wait_for(self._done)
             self._raise()
             if self.verdict is Verdict.NEITHER:
-                self._policy.end_without(self.explain, self._error_peer)
+                self._policy.end_without(self._error_peer, self.exchange_id)
                 finish = lambda: None  # noqa: E731
         finally:
             # Both calls refer to this handle, and to pinned memory. What comes later must not get into a later exchange.
@@ -144,7 +132,7 @@ class WireHandle(Handle):
     def _raise(self) -> None:
         error = self._error
         if isinstance(error, OSError) and self._error_peer >= 0:
-            raise self.explain(error, [self._error_peer]) from error
+            raise self._explain(error, [self._error_peer], self.exchange_id) from error
         if isinstance(error, WireError):
             raise WireError(str(error)) from error
         if error is not None:
@@ -175,7 +163,7 @@ class Policy(ABC):
         """No seconds are left. What it does ends the exchange soon, or it raises."""
 
     @abstractmethod
-    def end_without(self, explain: PeerExplain, peer: int) -> None:
+    def end_without(self, peer: int, exchange_id: ExchangeId) -> None:
         """An exchange is over, or cannot begin, since ``peer`` does not take part."""
 
     def waited(self, handle: WireHandle, began: float) -> None:
@@ -190,8 +178,8 @@ class AllNeeded(Policy):
         timeout: seconds without any progress after which a wait fails.
     """
 
-    def __init__(self, wire: Wire, timeout: float) -> None:
-        self._wire, self._timeout = wire, timeout
+    def __init__(self, wire: Wire, timeout: float, explain: Explain) -> None:
+        self._wire, self._timeout, self._explain = wire, timeout, explain
         self._expired_at = 0.0
 
     def seconds_left(self, handle: WireHandle, began: float, now: float) -> float:
@@ -211,11 +199,11 @@ class AllNeeded(Policy):
         for peer in missing:
             error = self._wire.why_lost(peer)
             if isinstance(error, ConnectionError):
-                raise handle.explain(error, [peer]) from error
-        raise handle.explain(TimeoutError(), missing)
+                raise self._explain(error, [peer], handle.exchange_id) from error
+        raise self._explain(TimeoutError(), missing, handle.exchange_id)
 
-    def end_without(self, explain: PeerExplain, peer: int) -> None:
+    def end_without(self, peer: int, exchange_id: ExchangeId) -> None:
         error = self._wire.why_lost(peer)
         if not isinstance(error, OSError):  # the peer sent what was not due
             raise WireError(str(error)) from error
-        raise explain(error, [peer]) from error
+        raise self._explain(error, [peer], exchange_id) from error

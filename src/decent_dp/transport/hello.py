@@ -7,7 +7,7 @@ Either of two workers may dial. Four messages pass on each connection before any
 | 1 | the dialling worker | its rank, uid and incarnation, whom it dials, the plane, an id of this attempt, a nonce |
 | 2 | the listening worker | a nonce of its own |
 | 3 | the dialling worker | a proof |
-| 4 | the listening worker | WELCOME, REFUSED, REPLACED or CROSSING, its uid and incarnation, the reason of a refusal, a proof |
+| 4 | the listening worker | its uid and incarnation, the reason of a refusal (empty: the other worker is welcome), a proof |
 
 A proof is an HMAC-SHA256 with the run's secret over all that identifies the two ends: the version, the run, what step 1 said,
 both nonces, and the keys with which the connection is encrypted. So a recorded message is worth nothing later, or at another
@@ -54,20 +54,12 @@ CROSSING = "it dials, too"
 _MAGIC = b"decentdp"
 # Bytes that are drawn anew for each connection, so that no proof is worth anything later.
 _NONCE = 16
-# The kind of an answer: the worker is welcome.
-_WELCOME = 1
-# It is not, for a reason in words.
-_REFUSED = 2
-# It is not, as of REPLACED.
-_REPLACED = 3
-# It is not, as of CROSSING.
-_CROSSING = 4
 # Magic, version; step 1: rank, uid, incarnation, whom, plane, attempt, nonce.
 _HELLO = struct.Struct(f"<8sHI8sQIB{_NONCE}s{_NONCE}s")
 # Magic, version, nonce.
 _CHALLENGE = struct.Struct(f"<8sH{_NONCE}s")
-# Kind, uid, incarnation, and the reason of a refusal, padded with zeros; a proof follows.
-_ANSWER = struct.Struct("<B8sQ192s")
+# Uid, incarnation, and the reason of a refusal, padded with zeros; a proof follows.
+_ANSWER = struct.Struct("<8sQ192s")
 # The labels of proofs are of equal length, so that none with what follows is another one with something else. Of step 3:
 _FROM_DIALLER = b"decent_dp hello "
 # of step 4, so that a proof cannot be sent back;
@@ -177,10 +169,9 @@ class Dialled:
                 f"who answers at the address of worker {self._whom} does not know the secret of this run. If no other run uses "
                 "that address, somebody may have come between: see that only the machines of this run reach its ports."
             )
-        kind, uid, incarnation, text = _ANSWER.unpack(said)
-        if kind != _WELCOME:
-            reason = text.rstrip(b"\0").decode(errors="replace")
-            raise {_REPLACED: ReplacedError, _CROSSING: CrossingError}.get(kind, GreetingError)(
+        uid, incarnation, text = _ANSWER.unpack(said)
+        if reason := text.rstrip(b"\0").decode(errors="replace"):
+            raise {REPLACED: ReplacedError, CROSSING: CrossingError}.get(reason, GreetingError)(
                 f"worker {self._whom} refused the connection of worker {self._identity.rank}: {reason}."
             )
         return Identity(self._identity.run_id, self._whom, uid, incarnation)
@@ -217,9 +208,7 @@ class Visitor:
     def verify(self, proof: bytes) -> bool:
         return hmac.compare_digest(proof, _prove(self._secret, _FROM_DIALLER, self._said))
 
-    def answer(self, refusal: str | None) -> bytes:
-        """Step 4: welcome (None), or the reason why the worker is refused."""
-        kind = {None: _WELCOME, REPLACED: _REPLACED, CROSSING: _CROSSING}.get(refusal, _REFUSED)
-        me = self._identity
-        answer = _ANSWER.pack(kind, me.uid, me.incarnation, (refusal or "").encode())  # cuts a long text
+    def answer(self, refusal: str = "") -> bytes:
+        """Step 4: the reason why the worker is refused; empty: it is welcome."""
+        answer = _ANSWER.pack(self._identity.uid, self._identity.incarnation, refusal.encode())  # cuts a long text
         return answer + _prove(self._secret, _FROM_LISTENER, self._said, answer)

@@ -282,17 +282,22 @@ class _LocalNeighbours(Neighbours):
         self._last = math.inf if last is None else last
 
 
-class _LocalLinks:
-    """To workers that are threads (``Links``): all are connected from the start."""
+class _LocalPlane(ControlPlane):
+    """The control plane of a worker that is a thread, and its links: all are connected, and notes arrive at once.
+
+    Args:
+        planes: of all workers, by rank.
+    """
 
     def __init__(self, rank: int, hub: LocalHub, planes: list[_LocalPlane]) -> None:
         self._rank, self._hub, self._planes, self.call = rank, hub, planes, hub.call
+        super().__init__(rank, hub.world_size, self)
 
     def view(self, peer: int) -> PeerView:
         return PeerView.LOST if peer in self._hub.lost else PeerView.LINKED
 
     def send_note(self, peer: int, key: Key, text: bytes) -> None:
-        self._hub.call(lambda: self._planes[peer].hear(self._rank, key, text))
+        self.call(lambda: self._planes[peer].hear(self._rank, key, text))
 
     def want(self, peer: int) -> None:
         return
@@ -300,21 +305,9 @@ class _LocalLinks:
     def first_round(self, peer: int) -> int:
         return -1
 
-
-class _LocalPlane(ControlPlane):
-    """The control plane of a worker that is a thread: its notes arrive at once.
-
-    Args:
-        planes: of all workers, by rank.
-    """
-
-    def __init__(self, rank: int, hub: LocalHub, planes: list[_LocalPlane]) -> None:
-        super().__init__(rank, hub.world_size, _LocalLinks(rank, hub, planes))
-        self._planes = planes
-
     def missing(self, name: str) -> list[int]:
         for plane in self._planes:  # no thread asks the others once in a while
-            self._call(partial(plane.agreements.look, again=True))
+            self.call(partial(plane.agreements.look, again=True))
         return super().missing(name)
 
 

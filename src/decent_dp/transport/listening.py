@@ -46,8 +46,10 @@ class _Greeting:
 
 
 class Host(Protocol):
-    def admit(self, worker: Identity, /) -> str | None:
-        """Why a worker that has proven itself is refused; None: it is welcome."""
+    """Called in the transport's thread."""
+
+    def admit(self, worker: Identity, /) -> str:
+        """Why a worker that has proven itself is refused; empty: it is welcome."""
 
     def let_in(self, worker: Identity, channels: list[Channel], /) -> None:
         """A worker that is welcome has its control and its bulk channel."""
@@ -57,24 +59,14 @@ class Host(Protocol):
 
 
 class Doorman:
-    """Used by the transport's thread alone.
+    """Used by the transport's thread alone. ``host``: decides who comes in."""
 
-    Args:
-        host: decides who comes in.
-    """
-
-    def __init__(
-        self,
-        credentials: Credentials,
-        sockets: Sockets,
-        commands: Commands,
-        host: Host,
-    ) -> None:
-        self._credentials, self._sockets, self._commands = credentials, sockets, commands
-        self._host = host
+    def __init__(self, credentials: Credentials, sockets: Sockets, commands: Commands, host: Host) -> None:
+        self._credentials, self._sockets, self._commands, self._host = credentials, sockets, commands, host
         # Since when a connection is there that has proven nothing. By listener and descriptor, as one may be used anew before
         # the other listener's events are read.
         self._strangers: dict[tuple[Socket, int], float] = {}
+        # By routing id.
         self._greetings: dict[bytes, _Greeting] = {}
         self._lookups = 0
         self._warned = False
@@ -89,31 +81,31 @@ class Doorman:
         if event.kind == zmq.EVENT_ACCEPTED:
             self._strangers[of] = time.monotonic()
             if len(self._strangers) > _most_strangers():
-                self._turn_away(*next(iter(self._strangers)))
+                self._turn_away(next(iter(self._strangers)))
         elif event.kind == zmq.EVENT_DISCONNECTED:
-            if self._strangers.pop(of, None) is not None:
-                self._forget([one for one in self._greetings.values() if one.channel.accepted == of])
+            self._forget(of)
         elif event.kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self._warn()
 
     def look(self) -> None:
         """Ends connections that have proven nothing in time."""
-        now = time.monotonic()
-        for (socket, descriptor), since in list(self._strangers.items()):
-            if now - since > _PROVEN:
-                self._turn_away(socket, descriptor)
-        self._forget([greeting for greeting in self._greetings.values() if now - greeting.since > _PROVEN])
+        late = time.monotonic() - _PROVEN
+        for of in [of for of, since in self._strangers.items() if since < late]:
+            self._turn_away(of)
+        self._greetings = {name: greeting for name, greeting in self._greetings.items() if greeting.since >= late}
 
-    def _turn_away(self, socket: Socket, descriptor: int) -> None:
+    def _forget(self, of: tuple[Socket, int]) -> bool:
+        """Returns whether it was a connection that has not proven itself."""
+        if self._strangers.pop(of, None) is None:
+            return False
+        self._greetings = {name: one for name, one in self._greetings.items() if one.channel.accepted != of}
+        return True
+
+    def _turn_away(self, of: tuple[Socket, int]) -> None:
         """Ends a connection that has not proven itself, if it is one."""
-        if self._strangers.pop((socket, descriptor), None) is not None:
-            self._forget([one for one in self._greetings.values() if one.channel.accepted == (socket, descriptor)])
-            socket.hang_up(descriptor)
+        if self._forget(of):
+            of[0].hang_up(of[1])
             self._warn()
-
-    def _forget(self, greetings: list[_Greeting]) -> None:
-        for greeting in greetings:
-            self._greetings.pop(greeting.channel.routing_id, None)
 
     def hear(self, socket: Socket, routing_id: bytes) -> None:
         """The rest of a message from a connection that is not open is to be read."""
@@ -127,11 +119,12 @@ class Doorman:
         descriptor, key = -1, b""
         with contextlib.suppress(zmq.ZMQError):  # it was gone before libzmq has asked for its address
             descriptor = frames[0].get(zmq.SRCFD) if frames else -1
-        was_there = (socket, descriptor) in self._strangers
+        of = socket, descriptor
+        was_there = of in self._strangers
         self._host.read_events(socket)  # so far the descriptor may have been another connection's, or this one have ended
         greeting = self._greetings.get(routing_id)
         if step == 1 and greeting is None:
-            if (socket, descriptor) not in self._strangers:
+            if of not in self._strangers:
                 return  # it has ended already
             if socket.curve is not None:
                 key = bytes.fromhex(frames[0].get("User-Id")) + socket.curve.public
@@ -139,7 +132,7 @@ class Doorman:
                 visitor = Visitor(self._credentials.identity, self._credentials.secret, frames[1].bytes, key)
                 channel = Channel(socket, visitor.plane, routing_id, descriptor)
                 if len(self._greetings) >= _VISITORS:
-                    self._forget([next(iter(self._greetings.values()))])
+                    del self._greetings[next(iter(self._greetings))]
                 self._greetings[routing_id] = _Greeting(visitor, channel, time.monotonic())
                 channel.send(pack(HELLO, flags=2), visitor.challenge)
                 return
@@ -148,31 +141,25 @@ class Doorman:
             return
         self.dropped += 1
         if was_there:  # else it may be a message that another connection has left, which had this descriptor before
-            self._turn_away(socket, descriptor)
+            self._turn_away(of)
 
     def _let_in(self, greeting: _Greeting) -> None:
-        worker = greeting.visitor.worker
-        refusal = self._host.admit(worker)
-        if refusal is not None:
+        worker, attempt = greeting.visitor.worker, greeting.visitor.attempt
+        if refusal := self._host.admit(worker):
             _log.debug("a connection of worker %d was refused: %s", worker.rank, refusal)
             greeting.channel.send(pack(REFUSED), greeting.visitor.answer(refusal))
-            self._forget([greeting])
+            del self._greetings[greeting.channel.routing_id]
             return
         greeting.proven = True
-        # Of this attempt, by plane.
-        proven = {
-            other.visitor.plane: other
-            for other in self._greetings.values()
-            if other.proven and (other.visitor.worker, other.visitor.attempt) == (worker, greeting.visitor.attempt)
-        }
-        if len(proven) < 2:
-            return
-        greetings = [proven[plane] for plane in (CONTROL, BULK)]
-        self._forget(greetings)
-        for other in greetings:
-            self._strangers.pop(other.channel.accepted, None)
-            other.channel.send(pack(HELLO, flags=4), other.visitor.answer(None))
-        self._host.let_in(worker, [other.channel for other in greetings])
+        same = [one for one in self._greetings.values() if (one.visitor.worker, one.visitor.attempt) == (worker, attempt)]
+        proven = {one.visitor.plane: one for one in same if one.proven}
+        if len(proven) == 2:
+            channels = [proven[plane].channel for plane in (CONTROL, BULK)]
+            for one in proven.values():
+                del self._greetings[one.channel.routing_id]
+                self._strangers.pop(one.channel.accepted, None)
+                one.channel.send(pack(HELLO, flags=4), one.visitor.answer())
+            self._host.let_in(worker, channels)
 
     def _warn(self) -> None:
         if not self._warned:

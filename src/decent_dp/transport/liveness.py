@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from decent_dp.topo import Edge
-from decent_dp.transport.handles import PeerExplain, Policy, WireHandle
+from decent_dp.transport.handles import Policy, WireHandle
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.peer_link import LinkState, PeerLink
 from decent_dp.transport.sockets import SILENT
@@ -207,7 +207,7 @@ class HolesAllowed(Policy):
         is_late = self._wire.patience(pair.peer, now) > 0 and now >= self.expected_end(pair, now)
         self._wire.commands.run_there(lambda: settlement.abandon(pair, late=is_late))
 
-    def end_without(self, explain: PeerExplain, peer: int) -> None:
+    def end_without(self, peer: int, exchange_id: ExchangeId) -> None:
         return
 
     def waited(self, handle: WireHandle, began: float) -> None:

@@ -32,7 +32,7 @@ from decent_dp.errors import WireError
 Key: TypeAlias = tuple[int, int, int]
 
 # Of the protocol: workers of another one are refused.
-VERSION = 9
+VERSION = 10
 # The kinds of messages, as in the table above.
 HELLO = 1
 REFUSED = 2

@@ -278,13 +278,13 @@ class Wire:
         if link.state is LinkState.OPEN:
             link.channels[BULK if is_block else CONTROL].send(pack(BLOCK if is_block else CALL, key), text)
 
-    def admit(self, worker: Identity) -> str | None:
-        """Why a worker that has connected is refused; None: it is welcome."""
+    def admit(self, worker: Identity) -> str:
+        """Why a worker that has connected is refused; empty: it is welcome."""
         if self._joins(worker) and worker.rank != self._identity.rank:
             joiner = self.links.joiners.get((worker.rank, worker.incarnation))
             if joiner is not None and joiner.uid != worker.uid:
                 return f"another process is about to be worker {worker.rank}"
-            return None if self.requests.is_served else f"worker {worker.rank} is not a member yet, and nobody can join now"
+            return "" if self.requests.is_served else f"worker {worker.rank} is not a member yet, and nobody can join now"
         if worker.rank not in self._expected or worker.rank == self._identity.rank:
             return f"rank {worker.rank} is not expected"
         link = self.links.to(worker.rank)
@@ -298,7 +298,7 @@ class Wire:
             is_new = link.state is LinkState.OPEN and time.monotonic() - link.since < _CROSSED
             if self._dialler.is_through(worker.rank) or is_new:
                 return CROSSING
-        return None
+        return ""
 
     def let_in(self, worker: Identity, channels: list[Channel]) -> None:
         self._polling.accept(channels)

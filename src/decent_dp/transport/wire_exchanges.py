@@ -13,7 +13,7 @@ from torch import Tensor
 
 from decent_dp.topo import Edge
 from decent_dp.transport.groups import BufferPool, GroupExchange, bytes_of, group_by_node
-from decent_dp.transport.handles import AllNeeded, PeerExplain, Policy, WireHandle, key_of
+from decent_dp.transport.handles import AllNeeded, Policy, WireHandle, key_of
 from decent_dp.transport.host_messages import HostMessages
 from decent_dp.transport.interface import ExchangeRequest, Explain, Handle
 from decent_dp.transport.messages import HINT, WHOLE
@@ -51,11 +51,11 @@ class WireExchanges:
     def __init__(self, wire: Wire, rank: int, node_of: Sequence[str], waiter: Waiter, timeout: float, explain: Explain) -> None:
         self._wire, self._rank, self._node_of = wire, rank, node_of
         self._waiter, self._explain = waiter, explain
-        self.policy: Policy = AllNeeded(wire, timeout)
+        self.policy: Policy = AllNeeded(wire, timeout, explain)
         self._pool = BufferPool()
         # By round and group: the number of the next chunk.
         self._counted: dict[tuple[int, tuple[int, ...]], int] = {}
-        self._encodings: deque[Callable[[], bool]] = deque()
+        self._encodings: deque[Iterator[None]] = deque()
         # By bucket, of tensors on a GPU: an event, when its last message has been copied.
         self._copied: dict[int, Any] = {}
 
@@ -66,14 +66,14 @@ class WireExchanges:
             self._wire.connect(peer)
         for t, peer in found:
             if not self._wire.is_connected(peer):
-                self.policy.end_without(self._explains(ExchangeId(t, 0)), peer)
+                self.policy.end_without(peer, ExchangeId(t, 0))
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         others = sorted(rank for rank in edge.ranks if rank != self._rank)
         self._wire.commands.refuse_failed()
         for peer in others:
             self._wire.connect(peer)
-        handle = WireHandle(request, others, self.policy, self._wire, self._explains(request.exchange_id))
+        handle = WireHandle(request.exchange_id, others, self.policy, self._wire, self._explain)
         staging = self._stage(request, handle) if request.sent.device.type != "cpu" else None
         on_host = request if staging is None else staging.on_host
         exchange: _Swap | GroupExchange
@@ -85,60 +85,58 @@ class WireExchanges:
             exchange = GroupExchange(self._wire, on_host, handle, nodes, self._rank, self._pool, first)
         handle.bytes_sent = exchange.bytes_sent
 
-        def strides(hints: list[bytes]) -> Iterator[None]:
-            last, until = 0, time.monotonic() + _STRIDE_FOR
-            for ready in request.encode(hints):
+        def encode(hints: list[bytes]) -> None:
+            strides = self._encode(request, hints, handle, exchange, staging)
+            if staging is None:  # beside the backward, which goes on in the training thread
+                self._wire.call(lambda: self._encode_in_turn(strides))
+                return
+            for _ in strides:
+                pass
+
+        if not request.compression.needs_hints:
+            encode([])
+            return handle
+        key, then = key_of(request.exchange_id, HINT), _on_this_stream(encode, request.sent)
+
+        def swap_hints() -> None:
+            for peer in others:
+                self._wire.flow.send_hint(peer, key, request.hint)
+            if not (handle.pairs and handle.failed):
+                self._wire.flow.hints.when_there(others, key, then)
+
+        self._wire.call(swap_hints)
+        return handle
+
+    def _encode(
+        self,
+        request: ExchangeRequest,
+        hints: list[bytes],
+        handle: WireHandle,
+        exchange: _Swap | GroupExchange,
+        staging: HostMessages | None,
+    ) -> Iterator[None]:
+        """Codes a message, unless nobody waits for it any more; yields where messages may move."""
+        steps = request.encode(hints)
+        last, until = 0, time.monotonic() + _STRIDE_FOR
+        try:
+            while not (handle.pairs and handle.failed):
+                with profiled("decent_dp.encode"):
+                    ready = next(steps, None)
+                if ready is None:
+                    handle.mark_read()
+                    if staging is None:
+                        exchange.encoded(request.compression.nbytes)
+                    else:
+                        staging.send(self._waiter, exchange.encoded, lambda error: handle.fail(-1, error))
+                        self._copied[request.exchange_id.bucket] = staging.copied
+                    return
                 if staging is None and last + _STRIDE <= ready < request.compression.nbytes and time.monotonic() >= until:
                     exchange.encoded(ready)
                     last = ready
                     yield
                     until = time.monotonic() + _STRIDE_FOR
-            handle.mark_read()
-            if staging is None:
-                exchange.encoded(request.compression.nbytes)
-            else:
-                staging.send(self._waiter, exchange.encoded, lambda error: handle.fail(-1, error))
-                self._copied[request.exchange_id.bucket] = staging.copied
-
-        def encode(rest: Iterator[None]) -> bool:
-            """Codes the next stride; False when all is coded, or nobody waits for it any more."""
-            if handle.pairs and handle.failed:
-                return False
-            try:
-                with profiled("decent_dp.encode"):
-                    next(rest)
-                return True
-            except StopIteration:
-                return False
-            except Exception as error:
-                handle.fail(-1, error)  # raised by the wait, as this may run in the transport's thread
-                return False
-
-        def schedule(hints: list[bytes]) -> None:
-            rest = strides(hints)
-            if staging is None:
-                # Beside the backward, which goes on in the training thread.
-                self._wire.call(lambda: self._encode_in_turn(lambda: encode(rest)))
-                return
-            while encode(rest):
-                pass
-
-        if request.compression.needs_hints:
-            key, then = key_of(request.exchange_id, HINT), _on_this_stream(schedule, request.sent)
-
-            def swap_hints() -> None:
-                for peer in others:
-                    self._wire.flow.send_hint(peer, key, request.hint)
-                if not (handle.pairs and handle.failed):
-                    self._wire.flow.hints.when_there(others, key, then)
-
-            self._wire.call(swap_hints)
-        else:
-            schedule([])
-        return handle
-
-    def _explains(self, exchange_id: ExchangeId) -> PeerExplain:
-        return lambda error, peers: self._explain(error, peers, exchange_id)
+        except Exception as error:
+            handle.fail(-1, error)  # raised by the wait, as this may run in the transport's thread
 
     def _first_chunk(self, edge: Edge, request: ExchangeRequest) -> int:
         """The number of an exchange's first chunk among those of its group in this round.
@@ -162,14 +160,16 @@ class WireExchanges:
         handle.land, handle.finish = staging.land, finish
         return staging
 
-    def _encode_in_turn(self, encode: Callable[[], bool]) -> None:
+    def _encode_in_turn(self, strides: Iterator[None]) -> None:
         """Codes one message after the other, and lets messages move between two strides."""
-        self._encodings.append(encode)
+        self._encodings.append(strides)
         if len(self._encodings) == 1:
             self._encode_next()
 
     def _encode_next(self) -> None:
-        if not self._encodings[0]():
+        for _ in self._encodings[0]:
+            break
+        else:
             self._encodings.popleft()
         if self._encodings:
             self._wire.call(self._encode_next)
