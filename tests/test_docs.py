@@ -31,7 +31,6 @@ import pytest
 from torch._C._profiler import _ExperimentalConfig
 
 import decent_dp
-from decent_dp.ddp import DecentralizedDataParallel, Stats
 from decent_dp.rules import Rule
 from tests.sharded_cases import CPUS_CAN_SHARD
 
@@ -53,8 +52,6 @@ NOT_RUN = {
 }
 # The reader's own files, which no command of ours has to find.
 THEIRS = {"train.py", "model.pt", "test.sbatch"}
-# The public members of a Gossip.
-CONTRACT = ["averaged", "average_", "consensus_distance", "stats", "join", "state_dict", "load_state_dict", "flush", "close"]
 
 
 def page_id(page: Path) -> str:
@@ -471,33 +468,11 @@ def test_the_map_of_files_is_complete():
 # -- what the pages say about the code -----------------------------------------------------------------------------------------
 
 
-def check_arguments(text: str, function: Any) -> None:
-    """Each argument has a row with its default."""
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            continue
-        (row,) = re.findall(rf"^\| `{name}` \|.*$", text, flags=re.MULTILINE)
-        if parameter.default is not parameter.empty:
-            assert f"`{parameter.default!r}`" in row, row
+def test_the_page_of_all_arguments_is_that_of_the_docstrings():
+    """What it has for a public class or function; each error; each counter."""
+    from benchmarks import reference
 
-
-def test_every_argument_and_method_is_on_the_wrappers_page():
-    text = (ROOT / "docs" / "wrapper.md").read_text(encoding="utf-8")
-    check_arguments(text, DecentralizedDataParallel)
-    methods = {name for name in vars(DecentralizedDataParallel) if not name.startswith("_")} - {"extra_repr", "forward"}
-    assert {name for name in methods if f"`{name}" not in text and f"`model.{name}" not in text} == set()
-
-
-def test_every_argument_and_method_is_on_the_page_of_gossip():
-    text = (ROOT / "docs" / "gossip.md").read_text(encoding="utf-8")
-    check_arguments(text, decent_dp.gossip)
-    table = text.partition("## Methods")[2].partition("\n\n#")[0]
-    for name in re.findall(r"^\| `(\w+)\(", table, flags=re.MULTILINE):
-        assert callable(getattr(decent_dp.Gossip, name)), name
-    for name in CONTRACT:
-        assert f"| `{name}(" in table, name
-    assert {name for name in Stats.__dataclass_fields__ if f"| `{name}` |" not in text} == set()
-    assert {name for name in decent_dp.errors.__all__ if f"`{name}`" not in text} == set()
+    assert reference.PAGE.read_text(encoding="utf-8") == reference.make_page(), "run `python -m benchmarks.reference`"
 
 
 def test_every_method_of_a_rule_is_on_its_page():

@@ -123,7 +123,7 @@ def test_the_table_is_that_of_the_results():
 
 
 def test_the_page_shows_the_results():
-    text = (ROOT / "docs" / "optimizers.md").read_text()
+    text = (ROOT / "docs" / "lab" / "learning.md").read_text()
     shown = re.search(r"<!-- learning-summary: .*?-->\n\n(.*?)\n<!-- learning-summary: end -->", text, flags=re.DOTALL)
     assert shown is not None
     summary = learning.summary(committed())

@@ -98,7 +98,7 @@ def test_the_wheel_alone_runs_the_quick_start(tmp_path):
     sdist, wheel = build(tmp_path)
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"src/decent_dp/py.typed", "tests/conftest.py", "docs/gossip.md", "Makefile", "LICENSE"} <= names
+    assert {"src/decent_dp/py.typed", "tests/conftest.py", "docs/index.md", "Makefile", "LICENSE"} <= names
     assert not [name for name in names if re.search(r"site-packages|__pycache__|^runs/", name)]
 
     described_in = f"{wheel.name.partition('-py3')[0]}.dist-info"

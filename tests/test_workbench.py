@@ -34,7 +34,7 @@ def again(name: str, out: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
 @pytest.mark.parametrize(
     ("page", "tables"),
     [
-        ("topologies.md", ["docs/results/topologies.md", "docs/results/uneven-data.md", "benchmarks/results/3x2-100.md"]),
+        ("lab/topologies.md", ["docs/results/topologies.md", "docs/results/uneven-data.md", "benchmarks/results/3x2-100.md"]),
         ("lab/holes.md", ["docs/results/holes.md", "docs/results/holes-learning.md"]),
         (
             "lab/scaling.md",
