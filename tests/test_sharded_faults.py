@@ -186,32 +186,6 @@ def test_a_replica_that_loses_a_worker_ends_and_joins_again(workers, tmp_path, k
             assert longest < 0.4 * DEAD_AFTER + 1
 
 
-def loses_one_of_three(rank: int, n: int, path: str) -> Any:
-    """Two replicas of three workers. One worker of the second is stopped, and is not the one that decides in agreements."""
-    part = Part(rank, n, shards=3)
-    part.train(lambda: part.gossip.stats().rounds >= 20)
-    if rank == 4:
-        _store().set("pid", str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if rank in (3, 5):
-        os.dup2(os.open(f"{path}/stderr {rank}", os.O_CREAT | os.O_WRONLY), 2)
-    part.train(lambda: part.gossip.roster.epoch > 0)
-    if rank == 0:
-        os.kill(int(_store().get("pid")), signal.SIGKILL)
-    return part.gossip.roster.members
-
-
-@pytest.mark.slow
-def test_all_workers_of_a_replica_name_the_one_that_is_lost(workers, tmp_path):
-    outcomes = workers.outcomes(N, loses_one_of_three, str(tmp_path))
-    for rank in (3, 5):  # when one of them ends, the collective in which the other one waits fails
-        assert (outcomes[rank].exitcode, outcomes[rank].error) in ((1, "Gone"), (0, "PeerLostError"))
-        said = outcomes[rank].message + (tmp_path / f"stderr {rank}").read_text()
-        assert "worker 4 has ended, or cannot be heard" in said, said
-    for rank in (0, 1, 2):
-        assert (outcomes[rank].value, outcomes[rank].trace) == ((0,), ""), outcomes[rank]
-
-
 def is_late_and_spoilt(rank: int, n: int, kind: str) -> Any:
     """A worker of the second replica is late for a while, and later its replica has a loss that is not finite."""
     part = Part(rank, n, kind)

@@ -345,28 +345,6 @@ def test_replicas_are_whole_disjoint_and_of_one_size():
         assign_replicas([None, card(1, 1)])
 
 
-def in_halves_of_the_world(rank: int, n: int) -> Any:
-    """Two runs beside each other, each of two replicas of two workers, with a mesh of its own."""
-    from torch.distributed.device_mesh import DeviceMesh
-
-    meshes = [DeviceMesh("cpu", torch.arange(4).reshape(2, 2) + first, mesh_dim_names=("replica", "shard")) for first in (0, 4)]
-    mesh = meshes[rank // 4]
-    group = mesh["replica"].get_group()
-    replica = gossip(shard(Odd(), mesh["shard"]), process_group=group)
-    found = repr(replica), replica.topology.world_size, replica.gather(rank)
-    replica.close()
-    return found
-
-
-@pytest.mark.slow
-def test_two_runs_beside_each_other_with_a_mesh_each(workers):
-    for rank, (text, replicas, ranks) in enumerate(workers(8, in_halves_of_the_world)):
-        first = rank // 4 * 4
-        assert f"rank={rank - first}" in text
-        assert replicas == 2
-        assert ranks == {i: first + i for i in range(4)}
-
-
 def test_peers_have_the_ranks_of_the_whole():
     whole, faults, exchange = Mock(rank=5, run_id="run", timeout=1.0), Mock(), Mock()
     peers = Peers(whole, [1, 3, 5], 3)

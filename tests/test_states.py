@@ -137,17 +137,6 @@ def test_the_saved_rates_count(name, early):
     assert_same(model.module, reference.module)
 
 
-def test_buckets_differ_as_meant():
-    sizes = {}
-    for size in (ONE, SOME, MANY):
-        model = alone(net(), SGD, bucket_size_in_mb=size)
-        train(model, range(1))
-        sizes[size] = len(model.optimizers)
-    assert sizes[ONE] == 1
-    assert sizes[MANY] == 6
-    assert 1 < sizes[SOME] < 6
-
-
 @pytest.mark.parametrize("as_view", [True, False])
 def test_a_chain_of_restarts(as_view):
     """Saved and loaded again and again, also when nothing was done in between."""
@@ -504,20 +493,6 @@ def test_an_empty_group_takes_the_options_of_others_of_its_number():
         assert rates(model) == rates(reference)
 
 
-def test_an_empty_group_does_not_represent_the_others():
-    model = alone(net(), decay_apart, bucket_size_in_mb=MANY)
-    train(model, range(1))
-    filled = [g for optimizer in model.optimizers for g in optimizer.param_groups if g["params"]]
-    assert len(filled) == 6 < sum(len(optimizer.param_groups) for optimizer in model.optimizers)
-    assert not all(optimizer.param_groups[0]["params"] for optimizer in model.optimizers[:2])
-    for group in filled:
-        group["lr"] = 0.5
-    other = alone(net(), decay_apart, bucket_size_in_mb=MANY)
-    other.load_optim_state_dict(through_a_file(model.optim_state_dict()))
-    train(other, range(1))
-    assert {group["lr"] for optimizer in other.optimizers for group in optimizer.param_groups} == {0.5}
-
-
 @pytest.mark.parametrize("early", [True, False])
 def test_loaded_states_get_the_strides_of_their_parameters(early):
     """A file need not keep strides, and the caller may be in inference mode."""
@@ -547,27 +522,3 @@ def test_loaded_states_get_the_strides_of_their_parameters(early):
     for optimizer in model.optimizers:
         for param, state in optimizer.state.items():
             assert all(value.stride() == param.stride() for value in state.values() if value.shape == param.shape)
-
-
-class Growing(lr_scheduler.LRScheduler):
-    """Its state is a list that grows."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.seen: list[int] = []
-        super().__init__(optimizer)
-
-    def get_lr(self) -> list[float]:
-        self.seen.append(len(self.seen))
-        return [0.1 / (1 + len(self.seen)) for _ in self.optimizer.param_groups]
-
-
-@pytest.mark.parametrize("early", [True, False])
-def test_schedulers_do_not_share_loaded_state(early):
-    setup = {"optim_fn": SGD, "lr_scheduler_fn": Growing}
-    reference = alone(net(), bucket_size_in_mb=ONE, **setup)
-    train(reference, range(3))
-    saved = copy.deepcopy((reference.state_dict(), reference.optim_state_dict()))
-    kept = copy.deepcopy(saved[1]["schedulers"])
-    model = restarted(saved, setup, MANY, early=early)
-    assert train(model, range(3, 6)) == train(reference, range(3, 6))
-    assert saved[1]["schedulers"] == kept

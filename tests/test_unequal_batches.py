@@ -18,7 +18,7 @@ from decent_dp.checkpoint import AveragedReplica
 from decent_dp.optim import GossipAdamW
 from decent_dp.rules import GASLoC, MomentumTracking, OuterNesterov
 from decent_dp.tools.sim import VirtualCluster
-from decent_dp.topo import Edge, Topology, make_topology
+from decent_dp.topo import Edge, Topology
 from decent_dp.transport import run_replicas
 
 SIZES = [3, 8, 1, 5]
@@ -112,26 +112,21 @@ def linear(rank: int, momentum: float = 0.0, **options: Any) -> list[np.ndarray]
     return found
 
 
-@pytest.mark.parametrize("n", [3, 4])
 @pytest.mark.parametrize(
     "options",
     [
-        {"overlap": False},
+        {"overlap": False, "compression": "int8"},
         {},
-        {"compression": "int8"},
-        {"compression": "int8", "overlap": False},
-        {"compression": "bfloat16"},
         {"compression": "low-rank:1"},
         {"mix_every": 3},
-        {"topology": "ring"},
-        {"rule": MomentumTracking(), "momentum": 0.8},
+        {"topology": "ring", "compression": "bfloat16"},
         {"rule": MomentumTracking(), "momentum": 0.8, "compression": "int8"},
         {"topology": "base-2:7,random-matching", "bucket_size_in_mb": 0},
     ],
     ids=str,
 )
-def test_the_weighted_mean_moves_by_the_weighted_gradients(n, options):
-    found = np.array(run_replicas(n, lambda transport: linear(transport.rank, transport=transport, **options)))
+def test_the_weighted_mean_moves_by_the_weighted_gradients(options):
+    found = np.array(run_replicas(3, lambda transport: linear(transport.rank, transport=transport, **options)))
     assert_mean_moves(found, options.get("momentum", 0.0))
 
 
@@ -158,33 +153,6 @@ def tolerant(rank: int, n: int, options: dict[str, Any]) -> list[np.ndarray]:
 @pytest.mark.parametrize("options", [{}, {"mix_every": 2}], ids=str)
 def test_the_weighted_mean_moves_so_where_faults_are_tolerated(workers, options):
     assert_mean_moves(np.array(workers(3, tolerant, options)))
-
-
-def partner_of(edges: list[Edge], rank: int) -> tuple[int, float]:
-    """The other worker of its edge, and the edge's weight; the rank itself if it sits the round out."""
-    (edge,) = (edge for edge in edges if rank in edge.ranks)
-    return next((other for other in edge.ranks if other != rank), rank), edge.weight
-
-
-@pytest.mark.parametrize("topology", ["ring", "base-2"])
-def test_what_a_pair_mixes(topology):
-    found = np.array(
-        run_replicas(3, lambda transport: linear(transport.rank, transport=transport, topology=topology, overlap=False))
-    )
-    made, means, weights = make_topology(topology, local_world_size=1, world_size=3, rank=0), 0, set()
-    for t in range(19):
-        x = [found[rank, t] - 0.05 * gradient(found[rank, t], t, rank) for rank in range(3)]
-        for i in range(3):
-            j, weight = partner_of(made.round(t), i)
-            wanted = x[i] + 2 * (1 - weight) * SIZES[j] / (SIZES[i] + SIZES[j]) * (x[j] - x[i])
-            np.testing.assert_allclose(found[i, t + 1], wanted, rtol=0, atol=1e-6)
-            if weight == 0.5 and i != j:
-                mean = (SIZES[i] * x[i] + SIZES[j] * x[j]) / (SIZES[i] + SIZES[j])
-                np.testing.assert_allclose(wanted, mean, rtol=0, atol=1e-12)
-                means += 1
-            weights.add(weight)
-    assert means > 10
-    assert (weights > {0.5, 1.0}) == (topology == "base-2")
 
 
 # -- everything that is a mean ---------------------------------------------------------------------------------------------
@@ -341,17 +309,13 @@ def test_a_run_goes_on_with_other_weights_and_from_the_weighted_mean(workers, tm
 
 WAYS: list[dict[str, Any]] = [
     {},
-    {"overlap": False},
-    {"compression": "int8"},
+    {"overlap": False, "compression": "int8"},
     {"compression": "low-rank:2"},
-    {"mix_every": 2},
     {"mix_every": 3, "compression": "bfloat16", "topology": "ring"},
     {"rule": OuterNesterov(lr=0.7, momentum=0.5), "mix_every": 2},
     {"rule": GASLoC(momentum=0.3), "mix_every": 2},
-    {"rule": MomentumTracking()},
     {"rule": MomentumTracking(), "compression": "int8", "mix_every": 2},
     {"optimizer": partial(GossipAdamW, lr=0.01, weight_decay=0.0)},
-    {"optimizer": partial(GossipAdamW, lr=0.01, weight_decay=0.0, tracking=True)},
     {"optimizer": partial(GossipAdamW, lr=0.01, weight_decay=0.0, tracking=True), "overlap": False},
     {"topology": "one-peer-exp:5,base-2", "overlap": False},
 ]
