@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from torch.utils.data import DataLoader
 import decent_dp
 from decent_dp.checkpoint import load, save
 from tests.framework_cases import Model, Points, Run, as_launched, assert_equal_runs, collectives, copies, plain_loop
-from tests.workers import hear, say
 
 pytest.importorskip("accelerate")
 
@@ -201,27 +198,3 @@ def mixed_precision(rank: int, n: int) -> tuple[set[torch.dtype], int]:
 @pytest.mark.slow
 def test_with_mixed_precision_the_model_is_prepared_without_ddp(workers):
     assert workers(3, mixed_precision) == [({torch.bfloat16}, 6)] * 3
-
-
-def dying(rank: int, n: int) -> None:
-    as_launched(rank, n)
-    loop = Loop(Model())
-
-    def die(step: int) -> None:
-        if step == 2 and rank == 1:
-            hear("others are there")
-            os.kill(os.getpid(), signal.SIGKILL)
-        if step == 2 and rank == 2:
-            say("others are there")
-
-    loop.train(100, after_step=die)
-
-
-@pytest.mark.slow
-def test_a_worker_that_dies_is_named_on_the_others(workers):
-    first, killed, last = workers.outcomes(3, dying, group_timeout=60)
-    assert killed.exitcode == -signal.SIGKILL
-    for outcome in (first, last):
-        assert outcome.error == "PeerLostError"
-        assert "worker 1" in outcome.message
-        assert outcome.seconds < 45

@@ -386,12 +386,6 @@ def test_the_next_lab_removes_a_killed_one(tmp_path: Path) -> None:
         assert namespaces(process.pid) == []
 
 
-def test_the_result_of_the_overhead_keeps_the_promise() -> None:
-    found = json.loads(overhead.RESULT.read_text())
-    assert found["tensors"] == 1000
-    assert max(found[how]["median"] for how in ("gossip", "wrapper")) <= 4.0
-
-
 def test_the_overhead_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overhead, "LAYERS", 5)
     monkeypatch.setattr(overhead, "STEPS", 2)
@@ -409,9 +403,3 @@ def test_coding_is_measured_with_kernels_and_without() -> None:
     assert found.keys() == {"float32", "bfloat16", "int8"}
     assert all(whats.keys() == {"encode", "mix"} for whats in found.values())
     assert all(own[form] > 0 for whats in found.values() for own in whats.values() for form in ("torch", "numba"))
-
-
-def test_the_result_of_coding_keeps_the_promise() -> None:
-    found = json.loads((Path(coding.__file__).parent / "results" / "coding.json").read_text())["ns_per_parameter"]
-    assert all(found["int8"][what]["numba"] <= 1.0 for what in ("encode", "mix"))
-    assert all(own["numba"] < own["torch"] for whats in found.values() for own in whats.values())

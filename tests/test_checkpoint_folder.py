@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import random
 import shutil
-import signal
 import threading
 import time
 from itertools import count
@@ -23,7 +20,7 @@ from decent_dp.checkpoint.folder import Sight, choose, claim, complete, look, ma
 from decent_dp.errors import CheckpointError
 from decent_dp.serialization import loaded
 from tests.faulty_disk import Died, FaultyDisk
-from tests.small_checkpoints import WHOLE, check, check_tidy, names_in, newest, save, tree_of, write, write_tree
+from tests.small_checkpoints import check, check_tidy, names_in, newest, save, tree_of, write, write_tree
 
 # -- names -----------------------------------------------------------------------------------------------------------------
 
@@ -45,16 +42,6 @@ def test_names_are_in_the_order_of_attempts_and_saves(tmp_path):
         (tmp_path / other).mkdir()
     assert steps_in(tmp_path) == names[:0:-1]
     assert steps_in(tmp_path / "nowhere") == []
-
-
-def test_the_last_k_stay_and_nothing_else(tmp_path):
-    for round_ in range(6):
-        name = save(tmp_path, round_, keep=3)
-        check_tidy(tmp_path, keep=3)
-        assert newest(tmp_path) == name
-        assert check(tmp_path / name) == round_
-    save(tmp_path, 7, keep=1)
-    check_tidy(tmp_path, keep=1)
 
 
 # -- what is complete ------------------------------------------------------------------------------------------------------
@@ -198,18 +185,6 @@ def test_a_folder_with_another_number_of_workers_in_its_name(tmp_path):
         write_tree(step, rank, 3, {})
     with pytest.raises(CheckpointError, match=r"worker-0000.safetensors cannot be used: 3 workers saved it, not 2$"):
         read_parameters(tmp_path)
-
-
-def test_each_disk_knows_the_newest_by_its_hint(tmp_path):
-    """Of shards that are on several disks no disk has all."""
-    name = step_name(4, 0, 1, "run", 2)
-    for rank in range(2):
-        write_tree(make_folder(tmp_path / str(rank) / name), rank, 2, {})
-        assert latest(tmp_path / str(rank)) is None
-        folder.write_latest(tmp_path / str(rank), name, rank)
-        assert latest(tmp_path / str(rank)) == tmp_path / str(rank) / name
-    with pytest.raises(CheckpointError, match="is missing"):
-        read_parameters(tmp_path / "0")
 
 
 # -- whose they are --------------------------------------------------------------------------------------------------------
@@ -520,40 +495,6 @@ def test_reading_beside_a_writer_and_pruner(tmp_path):
     assert failures == []
     assert len(set(read)) > 3
     assert read == sorted(read)  # never back to an older one
-
-
-def _save_for_ever(path: Path, run: str) -> None:
-    torch.set_num_threads(1)
-    name = newest(path)
-    for round_ in count(0 if name is None else int(name[5:13]) + 1):
-        save(path, round_, run, keep=3)
-
-
-@pytest.mark.slow
-def test_kill_9_at_random_moments(tmp_path):
-    context, draw, last = multiprocessing.get_context("forkserver"), random.Random(20), -1
-    for attempt in range(10):
-        process = context.Process(target=_save_for_ever, args=(tmp_path, f"run {attempt}"), daemon=True)
-        process.start()
-        ended, goal = time.monotonic() + 20, last + draw.randrange(1, 4)
-        while time.monotonic() < ended:  # until some saves are done, and a moment longer
-            names = steps_in(tmp_path)
-            if names and int(names[0][5:13]) > goal:
-                break
-            time.sleep(0.002)
-        time.sleep(draw.random() * 0.03)
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
-        process.join(20)
-        rounds = rounds_in(tmp_path)
-        assert rounds == sorted(rounds, reverse=True)
-        assert rounds[0] >= goal
-        last = rounds[0]
-        # The ones that stay, the one in flight, and the one that was about to be removed.
-        assert sum(entry.is_dir() for entry in tmp_path.iterdir()) <= 5
-    save(tmp_path, last + 2, "last", keep=3)
-    check_tidy(tmp_path, keep=3)
-    assert names_in(tmp_path / steps_in(tmp_path)[0]) == WHOLE
 
 
 def test_the_hint_never_goes_back(tmp_path):

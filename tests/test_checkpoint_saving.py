@@ -479,19 +479,6 @@ def test_a_load_makes_a_pending_update_before_its_collectives(tmp_path):
     assert run_replicas(2, work) == [0, 0]
 
 
-def test_a_path_that_is_a_file_ends_no_training_and_is_named(tmp_path, caplog):
-    path = tmp_path / "file"
-    path.write_text("mine")
-    model = alone(net())
-    saving = save(model, path)
-    assert isinstance(saving.error, NotADirectoryError)
-    assert str(saving.error) == f"{path} is not a folder: give another path, or move it away"
-    assert "training goes on without it" in caplog.text
-    loss(model, 0).backward()
-    assert path.read_text() == "mine"
-    model.close()
-
-
 def test_workers_that_have_loaded_from_different_folders_do_not_save_together(tmp_path):
     """Their shards have different names, and no load would find all of them."""
     models = [net() for _ in range(2)]

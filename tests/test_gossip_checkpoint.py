@@ -444,46 +444,6 @@ def assert_close(found: Any, expected: Any, where: str = "") -> None:
             assert_close(found[i], item, f"{where}/{i}")
 
 
-@pytest.mark.slow
-def test_another_number_of_workers(tmp_path):
-    """4 -> 2 -> 4, both ways: parameters, buffers, the optimizer's states and the rule's."""
-    rule = OuterNesterov(momentum=0.6)
-
-    def own(run: Run) -> Any:
-        parts = {"values": dict(run.model.named_parameters()), "norm": run.model.get_buffer("1.running_mean")}
-        state = take(run.gossip)
-        return dumb_copy({**parts, "optimizer": run.optimizers[0].state_dict()["state"], "rule": state["rule"]["state"]})
-
-    def first(transport: InProcessTransport) -> Any:
-        run = on(transport, ADAM, steps=5, rule=rule, mix_every=2)
-        save(run.gossip, tmp_path / "4", {"seen": torch.full((2,), float(transport.rank)), **run.extras()})
-        return own(run)
-
-    def second(how: str, source: str, target: str, transport: InProcessTransport) -> Any:
-        run = on(transport, ADAM, seed=5, rule=rule, mix_every=2, topology="base-2")
-        extras = load(run.gossip, tmp_path / source, resize=how)
-        assert extras is not None
-        found = own(run), extras["seen"].tolist()
-        assert (run.gossip.stats().rounds, run.gossip.stats().updates) == (5, 5)
-        save(run.gossip, tmp_path / target, extras)
-        run.act(5, 8, transport.rank)
-        assert run.gossip.stats().rounds == 8
-        return found
-
-    before = run_replicas(4, first)
-    for how, groups in {"mean": [range(4)] * 2, "spread": [[0, 1], [2, 3]]}.items():
-        halved = run_replicas(2, partial(second, how, "4", f"2 {how}"))
-        for (found, seen), group in zip(halved, groups, strict=True):
-            assert_close(found, mean_of([before[rank] for rank in group]), how)
-            assert seen == [np.mean(group)] * 2
-        doubled = run_replicas(4, partial(second, how, f"2 {how}", f"4 {how}"))
-        for rank, (found, _) in enumerate(doubled):
-            assert_equal(found, halved[rank // 2][0], how)
-    again = run_replicas(4, partial(second, "spread", "4", "same"))
-    for rank, (found, _) in enumerate(again):
-        assert_equal(found, before[rank])
-
-
 @pytest.mark.parametrize("name", named(["lbfgs", "adafactor", "muon", "own", "fused"]))
 def test_optimizers_of_many_kinds_on_fewer_workers(tmp_path, name):
     """The mean of their states, in any containers; and they continue."""

@@ -50,50 +50,6 @@ SLURM = {
 # -- reading ---------------------------------------------------------------------------------------------------------------
 
 
-def test_an_empty_environment_is_one_worker():
-    assert read_environment({}) == Launch("none", 0, 1, 0, 1, None, None)
-    # The batch script itself, and a shell on a login node, are no tasks of a step.
-    assert read_environment({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}).launcher == "none"
-
-
-def test_torchruns_variables():
-    assert read_environment(TORCHRUN) == Launch("torchrun", 3, 8, 1, 2, "node0", 29400)
-
-
-def test_torchrun_inside_a_slurm_step_counts():
-    assert read_environment({**SLURM, **TORCHRUN}).launcher == "torchrun"
-
-
-def test_one_worker_needs_no_local_rank():
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1234"}
-    assert read_environment(alone) == Launch("torchrun", 0, 1, 0, 1, "localhost", 1234)
-
-
-def test_slurms_variables():
-    port = 20000 + 123456 % 10000
-    assert read_environment(SLURM) == Launch("slurm", 5, 8, 1, 4, "gpu03", port)
-    assert read_environment({**SLURM, "MASTER_PORT": "77", "MASTER_ADDR": "10.0.0.1"}) == Launch(
-        "slurm", 5, 8, 1, 4, "10.0.0.1", 77
-    )
-
-
-def test_two_jobs_on_one_node_use_different_ports():
-    ports = [read_environment({**SLURM, "SLURM_JOB_ID": str(job)}).port for job in (100, 101, 9_999_999_999)]
-    assert len(set(ports)) == 3
-    # Not among the ports that Linux gives to outgoing connections, and not a system's.
-    assert all(port is not None and 1024 <= port < 32768 for port in ports)
-
-
-def test_steps_of_one_job_use_different_ports():
-    """They may run at once, as in a search for a learning rate; and the next jobs may run beside them."""
-    steps = [read_environment({**SLURM, "SLURM_JOB_ID": job, "SLURM_STEP_ID": str(s)}).port for job in "345" for s in range(8)]
-    assert len(set(steps)) == len(steps)
-    assert all(port is not None and 20000 <= port < 30000 for port in steps)
-    interactive = read_environment({**SLURM, "SLURM_STEP_ID": "4294967290"}).port
-    assert interactive is not None
-    assert 20000 <= interactive < 30000
-
-
 # As Slurm 22.05 gives them to worker 0 of: SLURM_HOSTFILE=(node2, node1, node1) srun --ntasks=3 --distribution=arbitrary
 ARBITRARY = {
     "SLURM_DISTRIBUTION": "arbitrary",
@@ -113,13 +69,56 @@ ARBITRARY = {
 }
 
 
-def test_a_users_own_order_of_nodes_hides_worker_0():
-    with pytest.raises(RuntimeError, match=r"arbitrary does not tell .* set MASTER_ADDR to the address of worker 0"):
-        read_environment(ARBITRARY)
-    found = read_environment({**ARBITRARY, "MASTER_ADDR": "node2"})
-    assert found == Launch("slurm", 0, 3, 0, 1, "node2", 20004)
-    one = {**ARBITRARY, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "node2", "SLURM_NODEID": "0"}
-    assert read_environment(one).address == "127.0.0.1"
+def changed(environ: dict[str, str], change: dict[str, str | None]) -> dict[str, str]:
+    return {key: value for key, value in {**environ, **change}.items() if value is not None}
+
+
+PORT = 20000 + 123456 % 10000
+NODE = {"SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "gpu03", "SLURM_STEP_TASKS_PER_NODE": "8"}
+ONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1234"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "change", "launch"),
+    [
+        ({}, {}, Launch("none", 0, 1, 0, 1, None, None)),
+        # The batch script itself, and a shell on a login node, are no tasks of a step.
+        (SLURM, {"SLURM_STEP_ID": None, "SLURM_PROCID": "0"}, Launch("none", 0, 1, 0, 1, None, None)),
+        (TORCHRUN, {}, Launch("torchrun", 3, 8, 1, 2, "node0", 29400)),
+        ({**SLURM, **TORCHRUN}, {}, Launch("torchrun", 3, 8, 1, 2, "node0", 29400)),
+        (ONE, {}, Launch("torchrun", 0, 1, 0, 1, "localhost", 1234)),
+        (SLURM, {}, Launch("slurm", 5, 8, 1, 4, "gpu03", PORT)),
+        (SLURM, {"MASTER_PORT": "77", "MASTER_ADDR": "10.0.0.1"}, Launch("slurm", 5, 8, 1, 4, "10.0.0.1", 77)),
+        # A script has exported the number of workers.
+        (SLURM, {"WORLD_SIZE": "8"}, Launch("slurm", 5, 8, 1, 4, "gpu03", PORT)),
+        (
+            SLURM,
+            {**dict.fromkeys(k for k in SLURM if k.startswith("SLURM_STEP_N")), "SLURM_JOB_NODELIST": "job[1-2]"},
+            Launch("slurm", 5, 8, 1, 4, "job1", PORT),
+        ),
+        (SLURM, NODE, Launch("slurm", 5, 8, 1, 8, "127.0.0.1", PORT)),
+        (SLURM, {**NODE, "MASTER_ADDR": "10.1.1.1"}, Launch("slurm", 5, 8, 1, 8, "10.1.1.1", PORT)),
+        (ARBITRARY, {"MASTER_ADDR": "node2"}, Launch("slurm", 0, 3, 0, 1, "node2", 20004)),
+        (
+            ARBITRARY,
+            {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "node2", "SLURM_NODEID": "0"},
+            Launch("slurm", 0, 3, 0, 2, "127.0.0.1", 20004),
+        ),
+    ],
+)
+def test_what_a_launcher_says(environ, change, launch):
+    assert read_environment(changed(environ, change)) == launch
+
+
+def test_jobs_and_steps_that_run_at_once_use_different_ports():
+    """As in a search for a learning rate; and the next jobs may run beside them."""
+    places = [(job, step) for job in "345" for step in range(8)] + [(job, 0) for job in (100, 101)]
+    made = [read_environment({**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).port for job, step in places]
+    assert len(set(made)) == len(made)
+    # Not among the ports that Linux gives to outgoing connections, and not a system's; also of an interactive step.
+    more = [{"SLURM_JOB_ID": "9999999999"}, {"SLURM_STEP_ID": "4294967290"}]
+    made += [read_environment({**SLURM, **change}).port for change in more]
+    assert all(port is not None and 20000 <= port < 30000 for port in made)
 
 
 @pytest.mark.parametrize(
@@ -140,18 +139,6 @@ def test_the_first_node(nodes, first):
     assert read_environment({**SLURM, "SLURM_STEP_NODELIST": nodes}).address == first
 
 
-def test_the_jobs_nodes_if_the_step_names_none():
-    environ = {k: v for k, v in SLURM.items() if not k.startswith("SLURM_STEP_N")} | {"SLURM_JOB_NODELIST": "job[1-2]"}
-    found = read_environment(environ)
-    assert (found.address, found.world_size) == ("job1", 8)
-
-
-def test_one_node_uses_loopback():
-    one = {**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "gpu03", "SLURM_STEP_TASKS_PER_NODE": "8"}
-    assert read_environment(one).address == "127.0.0.1"
-    assert read_environment({**one, "MASTER_ADDR": "10.1.1.1"}).address == "10.1.1.1"
-
-
 @pytest.mark.parametrize(
     ("counts", "node", "expected"),
     [
@@ -166,8 +153,8 @@ def test_one_node_uses_loopback():
     ],
 )
 def test_tasks_per_node(counts, node, expected):
-    environ = {**SLURM, "SLURM_NODEID": str(node), "SLURM_STEP_TASKS_PER_NODE": counts}
-    assert read_environment({k: v for k, v in environ.items() if v is not None}).local_world_size == expected
+    environ = changed(SLURM, {"SLURM_NODEID": str(node), "SLURM_STEP_TASKS_PER_NODE": counts})
+    assert read_environment(environ).local_world_size == expected
 
 
 @pytest.mark.parametrize(
@@ -184,6 +171,7 @@ def test_tasks_per_node(counts, node, expected):
         (TORCHRUN, {"LOCAL_RANK": ""}, "LOCAL_RANK must be a whole number, got ''"),
         (TORCHRUN, {"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE must be"),
         (TORCHRUN, {"MASTER_PORT": "http"}, "MASTER_PORT must be a whole number, got 'http'"),
+        (ARBITRARY, {}, r"arbitrary does not tell .* set MASTER_ADDR to the address of worker 0"),
         (SLURM, {"SLURM_PROCID": "?"}, "SLURM_PROCID must be"),
         (SLURM, {"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS must be"),
         (SLURM, {"MASTER_PORT": "http"}, "MASTER_PORT must be"),
@@ -191,14 +179,8 @@ def test_tasks_per_node(counts, node, expected):
     ],
 )
 def test_missing_variables_and_bad_numbers(environ, change, words):
-    changed = {k: v for k, v in {**environ, **change}.items() if v is not None}
     with pytest.raises(RuntimeError, match=words):
-        read_environment(changed)
-
-
-def test_slurm_counts_where_a_script_has_exported_the_world_size():
-    found = read_environment({**SLURM, "WORLD_SIZE": "8", "MASTER_PORT": "29500"})
-    assert (found.launcher, found.rank, found.world_size, found.port) == ("slurm", 5, 8, 29500)
+        read_environment(changed(environ, change))
 
 
 # -- backend and device ----------------------------------------------------------------------------------------------------
@@ -247,56 +229,46 @@ def machine(monkeypatch) -> Machine:
     return Machine(monkeypatch)
 
 
-@pytest.mark.parametrize(("gpus", "backend", "device"), [(0, "gloo", None), (1, "gloo", None), (2, "nccl", 1), (8, "nccl", 1)])
-def test_torchrun_and_gpus(machine, gpus, backend, device):
-    """Two workers on this node."""
-    machine.gpus(gpus)
-    assert machine.start(TORCHRUN) == (3, 8)
-    assert (machine.backend, machine.device) == (backend, device)
-    assert (machine.options["rank"], machine.options["world_size"]) == (3, 8)
-    # The variables that torch's env:// reads.
-    assert machine.environ["MASTER_ADDR"] == "node0"
-    assert machine.environ["MASTER_PORT"] == "29400"
-
-
-def test_torch_without_nccl(machine):
-    machine.gpus(4, nccl=False)
-    machine.start(TORCHRUN)
-    assert (machine.backend, machine.device) == ("gloo", None)
-
-
-def test_a_launcher_that_does_not_say_how_many_workers_a_node_has(machine):
-    """Local rank 3 of two visible GPUs: no GPU of its own."""
-    machine.gpus(2)
-    environ = {k: v for k, v in TORCHRUN.items() if k != "LOCAL_WORLD_SIZE"} | {"LOCAL_RANK": "3"}
-    machine.start(environ)
-    assert (machine.backend, machine.device) == ("gloo", None)
+TASK = {"SLURM_GPUS_PER_TASK": "1"}
 
 
 @pytest.mark.parametrize(
-    ("gpus", "extra", "backend", "device"),
+    ("environ", "gpus", "change", "backend", "device"),
     [
-        (4, {}, "nccl", 1),
-        (8, {"SLURM_GPUS_PER_TASK": "1"}, "nccl", 1),
+        # Two workers on this node.
+        (TORCHRUN, 0, {}, "gloo", None),
+        (TORCHRUN, 1, {}, "gloo", None),
+        (TORCHRUN, 2, {}, "nccl", 1),
+        (TORCHRUN, 8, {}, "nccl", 1),
+        (TORCHRUN, -4, {}, "gloo", None),  # this torch has no NCCL
+        # The launcher does not say how many workers a node has: local rank 3 of two GPUs has none of its own.
+        (TORCHRUN, 2, {"LOCAL_WORLD_SIZE": None, "LOCAL_RANK": "3"}, "gloo", None),
+        (SLURM, 4, {}, "nccl", 1),
+        (SLURM, 8, TASK, "nccl", 1),
         # Each task sees its own GPU alone.
-        (1, {"SLURM_GPUS_PER_TASK": "1"}, "nccl", 0),
-        (1, {"SLURM_GPUS_PER_TASK": "a100:1"}, "nccl", 0),
-        (1, {"SLURM_GPU_BIND": "single:1"}, "nccl", 0),
+        (SLURM, 1, TASK, "nccl", 0),
+        (SLURM, 1, {"SLURM_GPUS_PER_TASK": "a100:1"}, "nccl", 0),
+        (SLURM, 1, {"SLURM_GPU_BIND": "single:1"}, "nccl", 0),
         # Four tasks share what they see.
-        (1, {}, "gloo", None),
-        (1, {"SLURM_GPU_BIND": "none"}, "gloo", None),
-        (1, {"SLURM_GPU_BIND": "single:4"}, "gloo", None),
-        (3, {}, "gloo", None),
-        (0, {"SLURM_GPUS_PER_TASK": "1"}, "gloo", None),
+        (SLURM, 1, {}, "gloo", None),
+        (SLURM, 1, {"SLURM_GPU_BIND": "none"}, "gloo", None),
+        (SLURM, 1, {"SLURM_GPU_BIND": "single:4"}, "gloo", None),
+        (SLURM, 3, {}, "gloo", None),
+        (SLURM, 0, TASK, "gloo", None),
+        ({}, 3, {}, "nccl", 0),
     ],
 )
-def test_slurm_and_gpus(machine, gpus, extra, backend, device):
-    machine.gpus(gpus)
-    assert machine.start({**SLURM, **extra}) == (5, 8)
+def test_backend_and_device(machine, environ, gpus, change, backend, device):
+    machine.gpus(abs(gpus), nccl=gpus > 0)
+    environ = changed(environ, change)
+    launch = read_environment(environ)
+    assert machine.start(environ) == (launch.rank, launch.world_size)
     assert (machine.backend, machine.device) == (backend, device)
-    assert machine.environ["MASTER_ADDR"] == "gpu03"
-    assert machine.environ["MASTER_PORT"] == "23456"
-    assert machine.environ["LOCAL_WORLD_SIZE"] == "4"
+    assert (machine.options["rank"], machine.options["world_size"]) == (launch.rank, launch.world_size)
+    # The variables that torch's env:// reads.
+    assert machine.environ["LOCAL_WORLD_SIZE"] == str(launch.local_world_size)
+    assert machine.environ.get("MASTER_ADDR") == launch.address
+    assert machine.environ.get("MASTER_PORT") == (None if launch.port is None else str(launch.port))
 
 
 def test_variables_set_by_the_user_stay(machine):
@@ -304,13 +276,6 @@ def test_variables_set_by_the_user_stay(machine):
     assert machine.environ["LOCAL_WORLD_SIZE"] == "2"
     assert machine.environ["MASTER_PORT"] == "555"
     assert machine.environ["MASTER_ADDR"] == "gpu03"
-
-
-def test_alone_with_a_gpu(machine):
-    machine.gpus(3)
-    assert machine.start({}) == (0, 1)
-    assert (machine.backend, machine.device) == ("nccl", 0)
-    assert machine.environ == {"LOCAL_WORLD_SIZE": "1"}
 
 
 def test_other_network_errors_stay_themselves(machine):

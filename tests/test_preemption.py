@@ -293,18 +293,6 @@ def test_a_peer_that_has_finished_is_not_waited_for(workers):
 # -- one worker ------------------------------------------------------------------------------------------------------------
 
 
-def test_one_worker_alone():
-    model = alone(net())
-    with Preemption(model) as stop:
-        assert not stop.due
-        loss(model, 0).backward()
-        tell()
-        train(stop, model)
-    assert stop.due
-    assert 1 < model.stats().rounds < 900
-    model.close()
-
-
 LATE_SIGNALS = """
 import os, signal, sys
 from decent_dp.checkpoint import Preemption, save

@@ -29,7 +29,6 @@ from tests.framework_cases import (
     quiet_frameworks,
 )
 from tests.helpers import error_of
-from tests.workers import hear, say
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -660,35 +659,6 @@ def test_a_save_that_was_interrupted_is_not_resumed_from(workers, tmp_path):
     # The second save of a step, over the first.
     workers(2, fails_while_it_saves, tmp_path)
     assert [rounds for rounds, *_ in workers(2, resized, tmp_path, 12)] == [6, 6]
-
-
-def dying(rank: int, n: int, folder: Path) -> None:
-    as_launched(rank, n)
-    from transformers import TrainerCallback
-
-    from decent_dp.integrations.transformers import attach
-
-    class Die(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 2 and rank == 2:
-                say("others are there")
-            if state.global_step == 2 and rank == 1:
-                hear("others are there")
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    trainer = trainer_of(folder, callbacks=[Die()], max_steps=200, logging_steps=500)
-    attach(trainer, topology="ring")
-    trainer.train()
-
-
-@pytest.mark.slow
-def test_a_worker_that_dies_is_named_on_the_others(workers, tmp_path):
-    first, killed, last = workers.outcomes(3, dying, tmp_path, group_timeout=60)
-    assert killed.exitcode == -signal.SIGKILL
-    for outcome in (first, last):
-        assert outcome.error == "PeerLostError"
-        assert "worker 1" in outcome.message
-        assert outcome.seconds < 45
 
 
 def test_without_the_extra_the_import_says_what_to_install(monkeypatch):
