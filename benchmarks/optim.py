@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from unittest.mock import patch
 
 import torch
 
 from benchmarks.report import machine
 from benchmarks.setups import BLOCKS, HIDDEN, PARAMETERS, WIDTH
-from decent_dp.optim import AccumAdamW, GossipAdamW, update
+from decent_dp.optim import AccumAdamW, GossipAdamW
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -32,16 +31,6 @@ def make_params() -> list[torch.nn.Parameter]:
     for param in params:
         param.grad = torch.randn(param.shape, generator=draw)
     return params
-
-
-def without_numba(step: Callable[[], object]) -> Callable[[], object]:
-    """The step where the extra is not installed."""
-
-    def run() -> None:
-        with patch.object(update, "load_numba", lambda _: None):
-            step()
-
-    return run
 
 
 def main() -> None:
@@ -61,7 +50,6 @@ def main() -> None:
         "GossipAdamW": gossip_adamw.step,
         "GossipAdamW, tracking": tracking.step,
         "AccumAdamW": AccumAdamW(make_params()).step,
-        "AccumAdamW, without Numba": without_numba(AccumAdamW(make_params()).step),
         "AccumAdamW, readable": AccumAdamW(make_params(), foreach=False).step,
     }
     if args.compiled:

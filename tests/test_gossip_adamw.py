@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from decent_dp import gossip
 from decent_dp.ddp import DecentralizedDataParallel
-from decent_dp.optim import GossipAdamW, gossip_adamw
+from decent_dp.optim import GossipAdamW, rows
 from decent_dp.tools.sim import VirtualCluster
 from decent_dp.topo import Topology, TopologyReg
 from decent_dp.transport import LocalHub, run_replicas
@@ -151,7 +151,7 @@ def test_parameters_in_blocks_equal_whole_ones(monkeypatch, tracking):
         return torch.cat([param.detach() for param in params])
 
     found = train()
-    monkeypatch.setattr(gossip_adamw, "_BLOCK", 16)
+    monkeypatch.setattr(rows, "_BLOCK", 16)
     torch.testing.assert_close(train(), found, rtol=0, atol=1e-6)
 
 

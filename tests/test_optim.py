@@ -28,7 +28,6 @@ from decent_dp.optim import (
     optim_fn_accum_adamw,
     optim_fn_adam,
     optim_fn_adamw,
-    update,
 )
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -230,7 +229,6 @@ def test_functional_forms_refuse_bad_lists() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_parameters_round_once(cls: type, foreach: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step: the formula in float32 from the rounded parameter, state in float32 never rounded."""
-    monkeypatch.setattr(update, "load_numba", lambda name: None)  # only float32 has that form, which rounds differently
     params, shadow = parameters(9, dtype), parameters(9, dtype)
     shadow = [nn.Parameter(p.float()) for p in shadow]
     options = {"lr": 0.01, "weight_decay": 0.1, "accum_iter": 3, "foreach": foreach}

@@ -1,5 +1,5 @@
-"""Runs the optimizers' kernels for CUDA on Triton's interpreter. Prints for each case how far it is from the readable form, and
-the number of tensors that kernels have updated.
+"""Runs GossipAdamW's kernel for CUDA on Triton's interpreter. Prints for each case how far it is from the readable form, and
+the number of tensors that the kernel has updated.
 
 Needs TRITON_INTERPRET=1 before Triton is imported, so that it is a program. Tiles are small, so that small tensors have many.
 """
@@ -13,23 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decent_dp.kernels import accum_adam, gossip_adamw_cuda, tables
-from decent_dp.optim import AccumAdam, AccumAdamW, GossipAdamW
+from decent_dp import _triton
+from decent_dp.optim import GossipAdamW, gossip_adamw_triton
 
-accum_adam._BLOCK = gossip_adamw_cuda._BLOCK = 64
+gossip_adamw_triton._BLOCK = 64
+gossip_adamw_triton.attempt = lambda *_: None  # its launch would be counted
 
 TAKEN: list[int] = []  # the numbers of tensors in launches
 
 
 def by_kernels(enabled: bool) -> None:
     """Whether tensors of the CPU go to the kernels."""
-    tables.DEVICES = {"cpu"} if enabled else set()
-    tables.usable.cache_clear()
-
-
-def counted(module: Any) -> None:
-    form = module.update
-    module.update = lambda rows, *args, **options: (TAKEN.append(len(rows)), form(rows, *args, **options))
+    _triton.DEVICES = {"cpu"} if enabled else set()
+    _triton.load_triton.cache_clear()
 
 
 def apart(fast: torch.optim.Optimizer, plain: torch.optim.Optimizer) -> float:
@@ -57,7 +53,7 @@ def with_gaps(param: nn.Parameter, draw: torch.Generator) -> Tensor:
 
 
 def both(
-    make: Callable[[list[nn.Parameter], bool], torch.optim.Optimizer],
+    make: Callable[[list[nn.Parameter]], GossipAdamW],
     values: list[Tensor],
     steps: int,
     gradient: Callable[[nn.Parameter, torch.Generator], Tensor] = alike,
@@ -75,7 +71,7 @@ def both(
         by_kernels(kernels)
         draw = torch.Generator().manual_seed(1)
         params = [nn.Parameter(value.detach().clone(memory_format=torch.preserve_format)) for value in values]
-        optimizer = make(params, kernels)
+        optimizer = make(params)
         for t in range(steps):
             optimizer.param_groups[0]["lr"] = 0.01 if t < 16 else 0.001
             for i, param in enumerate(params):
@@ -98,28 +94,11 @@ def draw(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[T
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def accum_cases() -> Iterator[tuple[str, float]]:
-    shapes = ((), (0,), (64,), (3, 50))
-    for cls in (AccumAdamW, AccumAdam):
-        for dtype in (torch.float32, torch.float64, torch.bfloat16):
-
-            def make(params: list[nn.Parameter], kernels: bool, cls: Any = cls) -> torch.optim.Optimizer:
-                return cls(params, weight_decay=0.1, accum_iter=2, foreach=None if kernels else False)
-
-            name = f"{cls.__name__} {str(dtype).removeprefix('torch.')}"
-            # One step in bfloat16: the interpreter rounds to zero.
-            yield name, both(make, draw(*shapes, dtype=dtype), 1 if dtype == torch.bfloat16 else 3)
-    odd = [draw((11, 9))[0].t(), draw((131,))[0][1:], draw((2, 3, 4, 5))[0].to(memory_format=torch.channels_last)]
-    yield "AccumAdamW layouts", both(lambda p, k: AccumAdamW(p, 0.01, foreach=None if k else False), odd, 4, silent=0)
-    yield "AccumAdamW compiled", both(lambda p, k: AccumAdamW(p, compiled=k, foreach=None if k else False), draw((70,)), 2)
-    yield "AccumAdamW gaps", both(lambda p, k: AccumAdamW(p, foreach=None if k else False), draw((9, 20)), 3, with_gaps)
-
-
-def gossip_cases() -> Iterator[tuple[str, float]]:
+def cases() -> Iterator[tuple[str, float]]:
     shapes = ((), (0,), (64,), (5, 7), (2, 3, 3, 3), (2, 80))
 
-    def make(n: int, **options: Any) -> Callable[[list[nn.Parameter], bool], GossipAdamW]:
-        def made(params: list[nn.Parameter], kernels: bool) -> GossipAdamW:
+    def make(n: int, **options: Any) -> Callable[[list[nn.Parameter]], GossipAdamW]:
+        def made(params: list[nn.Parameter]) -> GossipAdamW:
             optimizer = GossipAdamW(params, 0.01, (0.9, 0.95), weight_decay=0.1, **options)
             optimizer.set_replicas(n)
             # With 64 replicas the squared gradient has no weight in the second moment.
@@ -145,13 +124,12 @@ def gossip_cases() -> Iterator[tuple[str, float]]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    for module in (accum_adam, gossip_adamw_cuda):
-        counted(module)
+    form = gossip_adamw_triton.update
+    gossip_adamw_triton.update = lambda rows, *args, **options: (TAKEN.append(len(rows)), form(rows, *args, **options))
     found = {}
-    for cases in (accum_cases(), gossip_cases()):
-        for name, difference in cases:
-            found[name] = (difference, sum(TAKEN))
-            TAKEN.clear()
+    for name, difference in cases():
+        found[name] = (difference, sum(TAKEN))
+        TAKEN.clear()
     print(json.dumps(found))
 
 

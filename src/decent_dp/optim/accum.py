@@ -15,15 +15,22 @@ and ``step`` change. With s = 1 this is Adam(W). Source: arXiv 2410.11998 (ICLR 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from .compiled import compiled_accum_adam
-from .loading import given_state, pairs
-from .update import Hyperparameters, TensorLists, multi_tensor_accum_adam, single_tensor_accum_adam, state_dtype
+from .rows import refuse_capture
+from .update import (
+    Hyperparameters,
+    TensorLists,
+    compiled_accum_adam,
+    multi_tensor_accum_adam,
+    single_tensor_accum_adam,
+    state_dtype,
+)
 
 __all__ = ["AccumAdam", "AccumAdamW", "accum_adam_foreach", "accum_adamw_foreach"]
 
@@ -159,14 +166,37 @@ class _AccumAdamBase(Optimizer):
             ValueError: the dict is not from an AccumAdam(W), or its shapes are not those of the parameters.
         """
 
-        def restore(given: dict[str, Any]) -> None:
-            for _key, param, state in pairs(self.param_groups, given):
+        # torch casts state to the parameter's dtype, which would round float32 state of bfloat16 parameters, and shares the
+        # tensors that need no cast, so that two optimizers would write to one state. What was given is copied after torch's
+        # load, before the user's own post-hooks; it is checked after the user's own pre-hooks, which may change it.
+        given: list[dict[str, Any]] = []
+
+        def before(_: Optimizer, state_dict: dict[str, Any]) -> None:
+            self._check_loadable(state_dict)
+            given.append(state_dict)
+
+        def after(_: Optimizer) -> None:
+            for _key, param, state in self._loads_of(given[0]):
                 like = {"device": param.device, "dtype": state_dtype(param), "copy": True}
                 moments = {entry: state[entry].detach().to(**like) for entry in _MOMENTS}
                 self.state[param].update(moments, step=_new_step(float(state["step"])))
 
-        with given_state(self, self._check_loadable, restore):
+        hooks = (
+            self.register_load_state_dict_pre_hook(before),
+            self.register_load_state_dict_post_hook(after, prepend=True),
+        )
+        try:
             super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _loads_of(self, given: dict[str, Any]) -> list[tuple[int, Tensor, dict[str, Any]]]:
+        """(key, parameter, state) for each parameter with state in the given dict, matched by position as in torch."""
+        keys = chain.from_iterable(group["params"] for group in given["param_groups"])
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        states = given["state"]  # with another number of parameters torch raises
+        return [(key, param, states[key]) for key, param in zip(keys, params, strict=False) if key in states]
 
     def _check_loadable(self, given: dict[str, Any]) -> None:
         name = type(self).__name__
@@ -174,7 +204,7 @@ class _AccumAdamBase(Optimizer):
             missing = [option for option in _OPTIONS if option not in group]
             if missing:
                 raise ValueError(f"{name} cannot load this state dict: its param group {i} has no {', '.join(missing)}")
-        for key, param, state in pairs(self.param_groups, given):
+        for key, param, state in self._loads_of(given):
             missing = [entry for entry in ("step", *_MOMENTS) if entry not in state]
             if missing:
                 raise ValueError(f"{name} cannot load this state dict: its state {key} has no {', '.join(missing)}")
@@ -193,8 +223,9 @@ class _AccumAdamBase(Optimizer):
             closure: computes the gradients anew and returns the loss, which is returned.
 
         Raises:
-            RuntimeError: a gradient is sparse. No parameter is updated then.
+            RuntimeError: a gradient is sparse, and no parameter is updated; or a CUDA graph is being captured.
         """
+        refuse_capture(type(self).__name__)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -241,12 +272,10 @@ class AccumAdamW(_AccumAdamBase):
         eps: ε, added to the root of the second moment.
         weight_decay: every update first shrinks x by the factor 1 - lr·weight_decay.
         accum_iter: s, the updates in a window; 1 is AdamW. Each parameter has its own window.
-        foreach: None or True for the fast form, False for the readable one; equal up to rounding. The fast form is one pass
-            over memory on CUDA with Triton, and for float32 on the CPU with ``decent-dp[fast]``. Otherwise torch's kernels run.
-        compiled: True for one pass over memory by torch.compile, again equal up to rounding. It is for the CPU without
-            ``decent-dp[fast]``, with which the fast form takes no longer. It compiles for many seconds at the first update and
-            at the first end of a window. It is for runs in which every parameter has a gradient in every update. Without a
-            compiler it warns and runs the fast form.
+        foreach: None or True for torch's foreach operations, False for the readable form; equal up to rounding.
+        compiled: True for one pass over memory by torch.compile, again equal up to rounding. It compiles for many seconds at
+            the first update and at the first end of a window. It is for runs in which every parameter has a gradient in every
+            update. Without a compiler it warns and runs the form of ``foreach=True``.
 
     Raises:
         ValueError: an option is out of its range.

@@ -27,8 +27,8 @@ Replicas may have batches of unequal sizes (``gossip(weight=...)``): 1/n is this
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,8 +38,8 @@ from torch.optim.optimizer import ParamsT
 
 from decent_dp._checks import check_integer
 from decent_dp._dtensors import local
-from decent_dp.kernels import tables
-from decent_dp.optim.update import blocks, flat_row, is_dense
+from decent_dp._triton import load_triton
+from decent_dp.optim.rows import Row, refuse_capture, split_rows
 
 __all__ = ["OWN", "GossipAdamW"]
 
@@ -50,13 +50,7 @@ _OWN_NOISE = 2.5
 # The least w of vectors: norms and biases are few, and at high rates they drive replicas apart first (docs/lab/log.md, "tracked
 # momentum").
 _LEAST_OF_VECTORS = 0.3
-# Elements that are updated together on the CPU: five to seven tensors of them stay in a cache of some MiB. With tracking an
-# update takes 17.7 ms with 128 K, 19.1 with 256 K, and 20.5 with 32 K.
-_BLOCK = 128 * 1024
-
-# A parameter of one update, or a part of it: parameter, gradient, momentum, second moment, and with amsgrad the largest second
-# moment, and with tracking the own momentum.
-_Row: TypeAlias = "tuple[Tensor, ...]"
+_KERNEL = "decent_dp.optim.gossip_adamw_triton"
 
 
 class GossipAdamW(AdamW):
@@ -143,7 +137,7 @@ class GossipAdamW(AdamW):
         if self._replicas == 1:
             found: float | None = super().step(closure)
             return found
-        tables.refuse_capture("GossipAdamW")
+        refuse_capture("GossipAdamW")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -152,7 +146,7 @@ class GossipAdamW(AdamW):
         for group in self.param_groups:
             for (step, vector, *_), alike in self._gather(group).items():
                 numbers = self._numbers(group, step, vector=vector)
-                for part in _parts(self._update_by_triton(group, numbers, alike)):
+                for part in split_rows(self._update_by_triton(group, numbers, alike)):
                     self._update(group, numbers, part)
             # Views of the parameters were written to, and autograd would miss that saved tensors have changed.
             torch.autograd.graph.increment_version([param for param in group["params"] if param.grad is not None])
@@ -167,12 +161,13 @@ class GossipAdamW(AdamW):
                     "use torch.optim.SparseAdam"
                 )
 
-    def _gather(self, group: dict[str, Any]) -> dict[tuple[int, bool, torch.device, torch.dtype], list[_Row]]:
+    def _gather(self, group: dict[str, Any]) -> dict[tuple[int, bool, torch.device, torch.dtype], list[Row]]:
         """The parameters that have a gradient, by step (which is counted), whether they are vectors, device and dtype.
 
-        Makes missing state.
+        A row has parameter, gradient, momentum and second moment, with amsgrad the largest second moment, and with tracking
+        the own momentum. Makes missing state.
         """
-        rows: dict[tuple[int, bool, torch.device, torch.dtype], list[_Row]] = {}
+        rows: dict[tuple[int, bool, torch.device, torch.dtype], list[Row]] = {}
         moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
         for param in group["params"]:
             grad = param.grad
@@ -201,24 +196,23 @@ class GossipAdamW(AdamW):
         keep, rate = 1 - lr * group["weight_decay"], lr * root2 / known1
         return [keep, 1 - beta1, beta2, of_momentum / known1**2, of_gradient, group["eps"] * root2, rate]
 
-    def _update_by_triton(self, group: dict[str, Any], numbers: list[float], rows: list[_Row]) -> list[_Row]:
+    def _update_by_triton(self, group: dict[str, Any], numbers: list[float], rows: list[Row]) -> list[Row]:
         """The update of those rows that the kernel can take, in one pass; returns the others."""
-        if group["amsgrad"] or not tables.usable(rows[0][0].device):
+        param = rows[0][0]
+        if group["amsgrad"] or (kernel := load_triton(_KERNEL, param.device, param.dtype)) is None:
             return rows
-        from decent_dp.kernels import gossip_adamw_cuda  # imports Triton
-
         taken, others = [], []
         for row in rows:
             five = (*row[:4], row[-1])  # without tracking the last one twice
-            if is_dense(five, tables.DTYPES, row[0].dtype):
+            if kernel.is_dense(five):
                 taken.append(five)
             else:
                 others.append(row)
         if taken:
-            gossip_adamw_cuda.update(taken, numbers, tracking=self.tracking, maximize=group["maximize"])
+            kernel.update(taken, numbers, tracking=self.tracking, maximize=group["maximize"])
         return others
 
-    def _update(self, group: dict[str, Any], numbers: list[float], rows: Sequence[_Row]) -> None:
+    def _update(self, group: dict[str, Any], numbers: list[float], rows: Sequence[Row]) -> None:
         """The formula, on tensors that share device and dtype. Those of less than 32 bits are computed in float32."""
         tensors = [list(column) for column in zip(*rows, strict=True)]
         narrow = tensors[0][0].dtype in (torch.float16, torch.bfloat16)
@@ -247,15 +241,3 @@ class GossipAdamW(AdamW):
             for column, wide in zip(tensors, (params, grads, momenta, seconds, *more), strict=True):
                 if column is not tensors[1]:
                     torch._foreach_copy_(column, wide)
-
-
-def _parts(rows: list[_Row]) -> Iterator[list[_Row]]:
-    """Rows that are updated together: on the CPU blocks that stay in its cache, elsewhere all."""
-    if rows and rows[0][0].device.type != "cpu":
-        yield rows
-        return
-    flat = [flat_row(row) for row in rows]
-    yield from blocks((row for row in flat if row is not None), _BLOCK)
-    rest = [row for row, found in zip(rows, flat, strict=True) if found is None]
-    if rest:
-        yield rest
