@@ -1,6 +1,6 @@
 """The complete examples with --small, as their users start them, and pretraining with DDP beside gossip: `make examples`.
 
-Writes docs/results/examples.json, and the table of docs/examples.md. The losses depend on the Python version, whose standard
+Writes docs/results/examples.json, and the table of docs/lab/demo.md. The losses depend on the Python version, whose standard
 library is the text.
 """
 

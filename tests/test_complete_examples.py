@@ -282,7 +282,7 @@ def test_the_committed_results_are_those_of_the_page() -> None:
     assert results["workers"] == examples.WORKERS == 4
     table = (examples.RESULTS / "examples.md").read_text(encoding="utf-8")
     assert table == examples.make_table(results["runs"])
-    page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "lab" / "demo.md").read_text(encoding="utf-8")
     assert table in page, "run `make examples`, and put docs/results/examples.md onto the page"
     ddp, gossip = (results["runs"][name]["history"][-1] for name in ("DDP", "gossip"))
     assert gossip[LOSS] <= 1.03 * ddp[LOSS]
