@@ -299,8 +299,8 @@ LINES = {
     "transport": (8826, 3200),
     "engine": (994, 1000),
     "membership": (1737, 1100),
-    "replica": (5757, 2500),
-    "backward": (781, 526),  # with _gossip and ddp 1,600
+    "replica": (5691, 2500),
+    "backward": (780, 526),  # with _gossip and ddp 1,600
     "checkpoint": (2483, 1900),
     "launch": (932, 500),
     "logging": (682, 350),

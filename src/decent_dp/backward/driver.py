@@ -35,7 +35,7 @@ from decent_dp.replica.consistency import broadcast_object, check_consistency, w
 from decent_dp.replica.construction import Agreement
 from decent_dp.replica.module_hooks import state_names
 from decent_dp.replica.momenta import Momenta, tell_replicas
-from decent_dp.replica.optimizer_guards import Options, options_of, refuse_hidden_state, warn_of_rates
+from decent_dp.replica.optimizer_guards import options_of, refuse_hidden_state
 from decent_dp.replica.optimizer_state import (
     check_optim_state,
     collect_optim_state,
@@ -345,7 +345,7 @@ class BackwardReplica(Replica):
         first: list[int] = broadcast_object(control, rank, list(self.first_order))
         whole = list(dict.fromkeys([*first, *range(len(self.parameters.params))]))
 
-        def make() -> tuple[tuple[list[Unit], Momenta, list[Bucket], Options], dict[str, Any]]:
+        def make() -> tuple[tuple[list[Unit], Momenta, list[Bucket]], dict[str, Any]]:
             if self._may_be_scaled:
                 refuse_scaled_loss()
             units = self._lay_out(whole)
@@ -353,10 +353,9 @@ class BackwardReplica(Replica):
             options = options_of(optimizers, self.model, [unit.scheduler for unit in units])
             if self._pending_state is not None:
                 self._load_optim(units, self._pending_state)
-            return (units, *self._lay_out_momenta(units, whole), options), {"optimizers": options.alike}
+            return (units, *self._lay_out_momenta(units, whole)), {"optimizers": options}
 
-        units, momenta, buckets, options = check_consistency(control, rank, make)
-        warn_of_rates(control.gather(options.rates))
+        units, momenta, buckets = check_consistency(control, rank, make)
         self._pending_state = None
         self._use(units, whole, momenta)
         self.use_buckets([*(unit.bucket for unit in units), *buckets])

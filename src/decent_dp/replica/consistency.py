@@ -14,7 +14,7 @@ from torch import nn
 from decent_dp import errors
 from decent_dp.engine.layout import TensorSpec
 from decent_dp.membership import Members
-from decent_dp.replica.optimizer_guards import first_difference
+from decent_dp.replica.optimizer_guards import first_difference, warn_user
 from decent_dp.replica.shards import placement
 from decent_dp.transport import Control, Transport
 
@@ -72,11 +72,19 @@ def check_consistency(control: Control, rank: int, attempt: Callable[[], tuple[T
     (dicts by name).
 
     Raises:
-        DisagreementError: on all workers; names the first difference from worker 0.
+        DisagreementError: on all workers; names the first difference from worker 0. Of a rate that differs all warn.
     """
     value, signature = call_on_all(control, attempt)
-    reference = broadcast_object(control, rank, signature)
-    call_on_all(control, lambda: compare(reference, json.loads(json.dumps(signature)), rank))
+    reference, own = broadcast_object(control, rank, signature), json.loads(json.dumps(signature))
+    call_on_all(control, lambda: compare(reference, own, rank))
+    rates = first_difference(reference.get("optimizers", {}), own.get("optimizers", {}), rates=True)
+    texts = control.gather(
+        None if rates is None else f"{rates} is {rates.theirs} on worker 0 and {rates.ours} on worker {rank}"
+    )
+    for text in list(filter(None, texts))[:1]:
+        warn_user(
+            f"the workers train with different rates: {text}. Pass the same on every worker, unless that is what you want."
+        )
     return value
 
 

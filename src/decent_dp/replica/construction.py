@@ -23,7 +23,6 @@ from decent_dp.membership.runs import register
 from decent_dp.replica.averages import broadcast_, control_of_part
 from decent_dp.replica.consistency import call_on_all, check_consistency, compare, model_signature
 from decent_dp.replica.nodes import agree_on_nodes
-from decent_dp.replica.optimizer_guards import Options, warn_of_rates
 from decent_dp.replica.shards import assign_replicas, is_sharded, local
 from decent_dp.replica.shares import Shares
 from decent_dp.rules import Rule
@@ -85,7 +84,7 @@ class Arguments:
     local_world_size: int
     more: Mapping[str, Any] = field(default_factory=dict)
     mesh: dict[str, Any] | None = None
-    options: Options = field(default_factory=Options)
+    options: Mapping[str, Any] = field(default_factory=dict)
     faults: Tolerate | None = None
     weight: float | None = None
 
@@ -147,7 +146,7 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
                 "weight": weights,
                 "workers of each replica": replicas.workers,
             },
-            "optimizers": given.options.alike,
+            "optimizers": given.options,
         }
         if isinstance(transport, NewcomerTransport):
             compare(transport.signature, json.loads(json.dumps(shared)), transport.rank)
@@ -180,8 +179,7 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         if replicas.shards > 1:
             transport.prepare([Edge(list(replicas.workers_of(peers.rank)), 1.0)])  # they look at each other
         # This gather comes last, so that a worker that exits right away is still there for all collectives before it.
-        rates, gpus = zip(*transport.control.gather([given.options.rates, gpus_of(model) if owned else []]), strict=True)
-        warn_of_rates(rates)
+        gpus = transport.control.gather(gpus_of(model) if owned else [])
         _warn_of_shared_gpus(gpus, transport.control.ranks.index(transport.rank))
     if neighbours is None or given.faults is None:
         return agreed

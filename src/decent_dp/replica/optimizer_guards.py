@@ -9,9 +9,7 @@ import math
 import numbers
 import sys
 import warnings
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -20,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
-    "Options",
     "check_alike",
     "check_optimizers",
     "check_states",
@@ -31,7 +29,6 @@ __all__ = [
     "params_of",
     "refuse_hidden_state",
     "signature_of",
-    "warn_of_rates",
     "warn_user",
 ]
 
@@ -45,8 +42,6 @@ _BASE_ATTRIBUTES = ("state", "param_groups", "defaults")
 _NOT_COMPARED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 # The key of the class in the options of a parameter; it reads well in a message.
 _CLASS = "the class of the optimizer"
-# A warning lists the ranks of at most this many workers with one rate.
-_RANKS = 8
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
@@ -96,7 +91,12 @@ def check_optimizers(given: object, model: nn.Module) -> list[Optimizer]:
 
 def _check_kind(optimizer: Any) -> None:
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, or a list of them, got {_described(optimizer)}")
+        kind = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        what = f"the class {kind}" if isinstance(optimizer, type) else f"a {kind}"
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, or a list of them, got {what}: pass the object whose step() trains "
+            "the model, gossip(model, optimizer), not its class, parameters or scheduler, nor a function that makes it."
+        )
     kind = type(optimizer).__name__
     if "_optimizer_step_post_hooks" not in vars(optimizer):
         raise TypeError(
@@ -112,25 +112,6 @@ def _check_kind(optimizer: Any) -> None:
         raise TypeError(
             f"{kind} has a pre_average_hook, which only DecentralizedDataParallel calls: use that, or a rule (rule=)."
         )
-
-
-def _described(thing: Any) -> str:
-    """Describes an argument that is not an optimizer, with advice."""
-    name = type(thing).__name__
-    if isinstance(thing, type):
-        return f"the class {thing.__name__}: pass an object of it, {thing.__name__}(model.parameters(), ...)"
-    if hasattr(thing, "get_last_lr"):
-        return f"a learning-rate scheduler ({name}): pass its optimizer"
-    if isinstance(thing, Mapping):
-        return f"a {name}: pass list(optimizers.values())"
-    if isinstance(thing, Tensor):
-        return f"a {name}: pass the optimizer, not its parameters"
-    if isinstance(thing, nn.Module):
-        return f"a module ({name}): gossip(model, optimizer) takes the model first"
-    if callable(thing):
-        return f"a function ({getattr(thing, '__name__', name)}): gossip() takes the optimizer itself, not what makes one"
-    text = repr(thing)
-    return text if len(text) <= 60 else f"a {name}"
 
 
 def signature_of(optimizers: Sequence[Optimizer], model: nn.Module) -> list[Any]:
@@ -158,62 +139,40 @@ def refuse_hidden_state(optimizers: Sequence[Optimizer], model: nn.Module) -> No
     Raises:
         ValueError: the state of a parameter is in another attribute; names the parameter and the attribute.
     """
-    names = {id(param): name for name, param in model.named_parameters()}
-    # Dicts have parameters, their ids or their names as keys.
-    owners: dict[Any, str] = {**names, **{name: name for name in names.values()}}
+    named = dict(model.named_parameters())
+    names = {id(param): name for name, param in named.items()}
+    # Saved already, or parameters and gradients, perhaps detached.
+    kept = {id(leaf) for one in optimizers for leaf in _tensors_in(dict(one.state))}
+    places = {_place(tensor) for param in named.values() for tensor in (param, param.grad) if tensor is not None}
     for optimizer in optimizers:
         if type(optimizer).state_dict is not Optimizer.state_dict or optimizer._optimizer_state_dict_post_hooks:
             continue
+        params = {names[id(param)]: param for param in params_of(optimizer) if id(param) in names}
+        has_state = any(optimizer.state.get(param) for param in params.values())
         own = [key for key in vars(optimizer) if key not in _BASE_ATTRIBUTES and not key.startswith("_optimizer_")]
-        seen: set[int] = set()
-        found = [leaf for key in own for leaf in _leaves(vars(optimizer)[key], key, None, owners, seen)]
-        if not found:
-            continue
-        kept = {id(tensor) for one in optimizers for _, tensor, _ in _leaves(one.state, "", None, owners, set())}
-        places = {_place(tensor) for param in model.parameters() for tensor in (param, param.grad) if tensor is not None}
-        without = {names[id(param)]: param for param in params_of(optimizer) if not optimizer.state.get(param)}
-        shapes = {name: param.shape for name, param in model.named_parameters()}
-        for where, leaf, owner in found:
-            name = None
+        for where, leaf in [(key, leaf) for key in own for leaf in tree_leaves(vars(optimizer)[key])]:
+            found, inner = None, ""
             if isinstance(leaf, Optimizer):
-                inner = _leaves(leaf.state, "", None, owners, set())
-                name = next((of for _, tensor, of in inner if of is not None and id(tensor) not in kept), None)
-            elif id(leaf) in kept or _place(leaf) in places:  # saved already, or a parameter or gradient (perhaps detached)
-                continue
-            elif owner is not None:
-                name = owner if leaf.numel() > 1 and (owner in without or leaf.shape == shapes.get(owner)) else None
-            elif len(without) == len(params_of(optimizer)):
-                name = _guess_owner(leaf, without)
-            if name is not None:
+                inner = f" ({type(leaf).__name__})"
+                hidden = [param for param in leaf.state if any(id(one) not in kept for one in _tensors_in(leaf.state[param]))]
+                found = next((names[id(param)] for param in hidden if id(param) in names), None)
+            elif isinstance(leaf, Tensor) and not has_state and id(leaf) not in kept and _place(leaf) not in places:
+                found = _guess_owner(leaf, params)
+            if found is not None:
                 raise ValueError(
-                    f"{type(optimizer).__name__} has stepped parameter '{name}' and keeps the state of it in its attribute "
-                    f"{where}, where no save finds it: a run would resume without it. Of real optimizers inside another, pass "
-                    "the real ones, gossip(model, [muon, adamw]). Otherwise keep it in self.state[param], or, with gossip(), "
-                    "override state_dict() and load_state_dict()."
+                    f"{type(optimizer).__name__} has stepped parameter '{found}' and keeps the state of it in its attribute "
+                    f"{where}{inner}, where no save finds it: a run would resume without it. Of optimizers inside another, pass "
+                    "the real ones, gossip(model, [muon, adamw]). Otherwise keep it in self.state[param], or, with "
+                    "gossip(), override state_dict() and load_state_dict()."
                 )
 
 
-def _leaves(
-    value: Any, where: str, owner: str | None, owners: Mapping[Any, str], seen: set[int]
-) -> Iterator[tuple[str, Any, str | None]]:
-    """Yields (path, tensor or optimizer, name of its parameter according to a key above it) for all in ``value``."""
-    if isinstance(value, Tensor):
-        yield where, value, owner
-    elif isinstance(value, (Mapping, list, tuple, set, frozenset, deque, Optimizer)) and id(value) not in seen:
-        seen.add(id(value))
-        if isinstance(value, Optimizer):
-            yield f"{where} ({type(value).__name__})", value, owner
-        elif isinstance(value, Mapping):
-            for key, member in value.items():
-                found = owners.get(id(key)) if isinstance(key, Tensor) else owners.get(key)
-                yield from _leaves(member, where, found or owner, owners, seen)
-        else:
-            for member in value:
-                yield from _leaves(member, where, owner, owners, seen)
+def _tensors_in(state: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
 
 
 def _guess_owner(tensor: Tensor, params: Mapping[str, Tensor]) -> str | None:
-    """Guesses from its shape to which parameter a tensor of state belongs; the first one if it is as large as all together."""
+    """Guesses from its shape to which parameter a tensor belongs; the first one if it is as large as all together."""
     if tensor.numel() > 1 and tensor.is_floating_point():
         for name, param in params.items():
             if param.shape == tensor.shape:
@@ -231,25 +190,15 @@ def _place(tensor: Tensor) -> Any:
 # -- options, which most workers have in common ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of some optimizers as JSON, by parameter name in registration order.
-
-    Attributes:
-        alike: classes and options, which must be equal on all workers.
-        rates: learning rates, which may differ.
-    """
-
-    alike: dict[str, dict[str, Any]] = field(default_factory=dict)
-    rates: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-def options_of(optimizers: Sequence[Optimizer], model: nn.Module, schedulers: Sequence[LRScheduler | None] = ()) -> Options:
-    """Returns the present options of all parameters, and the classes of ``schedulers`` (one per optimizer).
+def options_of(
+    optimizers: Sequence[Optimizer], model: nn.Module, schedulers: Sequence[LRScheduler | None] = ()
+) -> dict[str, dict[str, Any]]:
+    """Returns the present options of all parameters, and the classes of ``schedulers`` (one per optimizer), as JSON by the
+    parameters' names in registration order.
 
     The result does not depend on the order and the grouping of parameters.
     """
-    of_param: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+    of_param: dict[int, dict[str, Any]] = {}
     for i, optimizer in enumerate(optimizers):
         kind = type(optimizer).__name__
         # Classes come first, because different classes have different options.
@@ -257,21 +206,26 @@ def options_of(optimizers: Sequence[Optimizer], model: nn.Module, schedulers: Se
         if i < len(schedulers):
             kinds["the class of the scheduler"] = type(schedulers[i]).__name__
         for group in optimizer.param_groups:
-            alike, rates = dict[str, Any](kinds), dict[str, Any]()
-            for option, value in _compared(optimizer, group).items():
-                (rates if option == "lr" or option.endswith("_lr") else alike)[f"{option} of {kind}"] = _plain(value)
-            of_param.update((id(param), (alike, rates)) for param in group["params"])
-    named = [(name, of_param[id(param)]) for name, param in model.named_parameters() if id(param) in of_param]
-    return Options({name: alike for name, (alike, _) in named}, {name: rates for name, (_, rates) in named})
+            compared = _compared(optimizer, group)
+            options = kinds | {f"{option} of {kind}": _plain(value) for option, value in compared.items()}
+            of_param.update((id(param), options) for param in group["params"])
+    return {name: of_param[id(param)] for name, param in model.named_parameters() if id(param) in of_param}
 
 
-def first_difference(theirs: Mapping[str, Mapping[str, Any]], ours: Mapping[str, Mapping[str, Any]]) -> Difference | None:
-    """Returns the first option that both workers have, with different values; None if there is none."""
+def first_difference(
+    theirs: Mapping[str, Mapping[str, Any]], ours: Mapping[str, Mapping[str, Any]], *, rates: bool = False
+) -> Difference | None:
+    """Returns the first option that both workers have, with different values; None if there is none.
+
+    Args:
+        rates: learning rates are compared, which may differ, and not the others, which must be equal.
+    """
     found: dict[tuple[str, str], Difference] = {}
     for name in {**theirs, **ours}:
         # A parameter without an optimizer has no class.
         one, other = theirs.get(name, {_CLASS: None}), ours.get(name, {_CLASS: None})
-        key = next((key for key in one if key in other and one[key] != other[key]), None)
+        both = [key for key in one if key in other and (f"_{key.partition(' ')[0]}".endswith("_lr")) is rates]
+        key = next((key for key in both if one[key] != other[key]), None)
         if key is not None:
             values = one[key], other[key]
             found.setdefault((key, json.dumps(values)), Difference(key, *values, [])).names.append(name)
@@ -291,38 +245,12 @@ class Difference(NamedTuple):
         return f"{self.option} for '{self.names[0]}'{more}"
 
 
-def warn_of_rates(rates: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
-    """Warns of a rate that differs between workers; the warning is the same on all of them.
-
-    Args:
-        rates: by rank.
-    """
-    differing = next(filter(None, (first_difference(rates[0], own) for own in rates)), None)
-    if differing is None:
-        return
-    ranks: dict[str, list[int]] = {}
-    for rank, own in enumerate(rates):
-        found = own.get(differing.names[0], {})
-        if differing.option in found:  # an option that a tuner may have changed is omitted on its worker
-            ranks.setdefault(json.dumps(found[differing.option]), []).append(rank)
-    values = "; ".join(f"{value} on {_workers(those)}" for value, those in ranks.items())
-    warn_user(
-        f"the workers train with different rates: {differing} is {values}. Pass the same on every worker, unless that is what "
-        "you want."
-    )
-
-
 def _compared(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     options = {key: value for key, value in group.items() if key not in _NOT_COMPARED}
     if optimizer.state and not _is_known(optimizer):
         # Some optimizers tune their options while they train. Options that differ from their defaults may be such.
         options = {key: value for key, value in options.items() if _plain(value) == _plain(optimizer.defaults.get(key))}
     return options
-
-
-def _workers(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - _RANKS} more" if len(ranks) > _RANKS else ""
-    return f"worker{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_RANKS]))}{more}"
 
 
 def _plain(value: Any) -> Any:
