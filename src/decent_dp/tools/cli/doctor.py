@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 import platform
-import signal
 import socket
 import statistics
 import sys
@@ -14,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,7 +38,9 @@ _MOST_SECONDS = 3600.0
 _AROUND_A_SLOT = 0.05
 # Parameters whose exchange between nodes is estimated.
 _ADVISED = 100e6
-_KINDS = {"inside_nodes": "inside nodes", "between_nodes": "between nodes"}
+_KINDS = {"inside nodes": True, "between nodes": False}
+# A link that is so many times slower than the median is worth a word.
+_SLOW = 1.3
 
 EXAMPLES = f"""[bold]Examples[/bold]
 
@@ -50,10 +51,6 @@ torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:
 decent-dp plan --measured links.json --params 65e6 --step-ms 60
 
 Exit code 1 if a worker does not reach another."""
-
-
-class _StoppedError(Exception):
-    """The launcher ends all workers, as one of them has failed. (No RuntimeError: those of a pair are results.)"""
 
 
 def doctor(
@@ -83,27 +80,21 @@ def doctor(
         with _bounded(timeout):
             initialize_dist()
             probe = Probe(seconds, timeout)
-    except (RuntimeError, OSError) as error:
-        if (rank := os.environ.get("RANK", "0")) != "0":  # worker 0 reports its own at the end
-            _say_error(f"worker {rank}: {error}")
-        raise
-    try:
         return _examine(probe, seconds, began, json, out)
-    except (RuntimeError, _StoppedError) as error:
-        if probe.reports():
-            stopped = isinstance(error, _StoppedError)
-            _say_error(str(error) if stopped else f"the links were not measured to the end: {error}")
+    except (RuntimeError, OSError) as error:
+        if (rank := os.environ.get("RANK", "0")) == "0":  # worker 0 reports its own at the end
+            raise RuntimeError(f"the links were not measured: {error}") from error
+        _say_error(f"worker {rank}: {error}")
         return 1
 
 
 def _examine(probe: Probe, seconds: float, began: float, json: bool, out: Path | None) -> int:
     """The survey; worker 0 says what came of it while the others wait for it to have done so."""
-    with _stopping():
-        workers = probe.gather(_card(str(probe.device)))
-        nodes = probe.nodes()
-        if probe.rank == 0 and probe.world_size > 1:
-            _say_duration(probe.world_size, nodes, seconds)
-        pairs = probe.survey(nodes)
+    workers = probe.gather(_card(str(probe.device)))
+    nodes = probe.nodes()
+    if probe.rank == 0 and probe.world_size > 1:
+        _say_duration(probe.world_size, nodes, seconds)
+    pairs = probe.survey(nodes)
     code = 1 if any(pair.error for pair in pairs.values()) else 0
     try:
         if probe.rank == 0:
@@ -161,38 +152,12 @@ def _bounded(seconds: float) -> Iterator[None]:
         timer.cancel()
 
 
-@contextmanager
-def _stopping() -> Iterator[None]:
-    """Lets a worker say a last word when the launcher ends it because another worker has failed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(signum: int, frame: object) -> None:
-        raise _StoppedError(
-            "stopped by the launcher, as another worker has failed or was killed: see its own words. "
-            "The links were not measured to the end"
-        )
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    except BaseException:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the word takes seconds at most, and then the worker ends anyway
-        raise
-    signal.signal(signal.SIGTERM, before)
-
-
 def _say_duration(n: int, nodes: Sequence[int], seconds: float) -> None:
     from decent_dp.tools.cli.links import schedule
 
-    total, slots = n * (n - 1) // 2, len(schedule(nodes))
-    about = slots * (seconds + _AROUND_A_SLOT)
+    about = len(schedule(nodes)) * (seconds + _AROUND_A_SLOT)
     time_ = f"{about:.0f} s" if about < 100 else f"{about / 60:.0f} min"
-    once = f", {total / slots:.2g} at once," if total >= 2 * slots else ""
-    _say_error(
-        f"measuring {total:,} pair{'s' * (total > 1)} of workers{once} takes about {time_}; --seconds-a-pair shortens it"
-    )
+    _say_error(f"measuring {n * (n - 1) // 2:,} pairs of workers takes about {time_}; --seconds-a-pair shortens it")
 
 
 # -- what was found --------------------------------------------------------------------------------------------------------
@@ -236,35 +201,8 @@ def _document(
         "latency_us": latency,
         "mbit_s": rate,
         "unreachable": [{"pair": [a, b], "reason": one_line(p.error)} for (a, b), p in pairs.items() if p.error],
-        "worst": _worst(pairs, nodes),
         "seconds": seconds,
     }
-
-
-def _worst(pairs: dict[tuple[int, int], Pair], nodes: Sequence[int]) -> dict[str, Any]:
-    """The worst pair inside nodes and between them, each beside the median of its kind; None where there is none."""
-    found: dict[str, Any] = {}
-    for kind in _KINDS:
-        inside = kind == "inside_nodes"
-        good = {(a, b): p for (a, b), p in pairs.items() if not p.error and (nodes[a] == nodes[b]) == inside}
-        if not good:
-            found[kind] = None
-            continue
-        slow = min(good, key=lambda pair: good[pair].rate)
-        far = max(good, key=lambda pair: good[pair].latency)
-        found[kind] = {
-            "slowest": {
-                "pair": list(slow),
-                "mbit_s": good[slow].rate * 8 / 1e6,
-                "median_mbit_s": statistics.median(p.rate for p in good.values()) * 8 / 1e6,
-            },
-            "longest": {
-                "pair": list(far),
-                "latency_us": good[far].latency * 1e6,
-                "median_latency_us": statistics.median(p.latency for p in good.values()) * 1e6,
-            },
-        }
-    return found
 
 
 def _report(document: dict[str, Any], out: Path | None) -> None:
@@ -285,96 +223,78 @@ def _report(document: dict[str, Any], out: Path | None) -> None:
     if n == 1:
         say("One worker has no links. To measure those between workers, start it as you start the training:", f"  {_TORCHRUN}")
         return
-    _report_links(document)
+    unit, scale = _unit(document)
+    say("latency one way, µs", *_matrix(document, "latency_us", 1.0), "")
+    say(f"bandwidth of each direction, both at once, {unit}", *_matrix(document, "mbit_s", scale))
     say("", *_in_words(document))
     file = str(out) if out is not None else "links.json"
     hint = "" if out is not None else "; --out links.json writes them"
     say("", f"what to make of these links{hint}:", f"  decent-dp plan --measured {file} --params 65e6 --step-ms 60")
 
 
+def _links(document: dict[str, Any], key: str, inside: bool) -> dict[tuple[int, int], float]:
+    """The values of pairs inside nodes, or of those between nodes."""
+    nodes = document["nodes"]
+    return {
+        (a, b): document[key][a][b]
+        for a, b in combinations(range(len(nodes)), 2)
+        if document[key][a][b] is not None and (nodes[a] == nodes[b]) == inside
+    }
+
+
 def _unit(document: dict[str, Any]) -> tuple[str, float]:
     """In which the rates are shown, and how many of it a Mbit/s is."""
-    rates = [value for row in document["mbit_s"] for value in row if value is not None]
+    rates = [rate for inside in (True, False) for rate in _links(document, "mbit_s", inside).values()]
     return ("Gbit/s", 1e-3) if rates and statistics.median(rates) >= 1000 else ("Mbit/s", 1.0)
 
 
-def _report_links(document: dict[str, Any]) -> None:
-    unit, scale = _unit(document)
-    show = _blocks if document["world_size"] <= _MATRIX else _by_nodes
-    say("latency one way, µs", *show(document, "latency_us", 1.0), "")
-    say(f"bandwidth of each direction, both at once, {unit}", *show(document, "mbit_s", scale))
-
-
-def _blocks(document: dict[str, Any], key: str, scale: float) -> list[Any]:
-    """The matrix, some columns at a time."""
+def _matrix(document: dict[str, Any], key: str, scale: float) -> list[Any]:
+    """The matrix, some columns at a time; of many workers the least, the median and the most."""
     n, parts = document["world_size"], []
+    if n > _MATRIX:
+        kinds = {name: [scale * value for value in _links(document, key, inside).values()] for name, inside in _KINDS.items()}
+        rows = [(name, *map(number, (min(own), statistics.median(own), max(own)))) for name, own in kinds.items() if own]
+        return [table(("links", "least", "median", "most"), rows)]
     for first in range(0, n, _COLUMNS):
         columns = range(first, min(first + _COLUMNS, n))
-        rows = [
+        cells = [
             (str(a), *("·" if a == b else "none" if row[b] is None else number(row[b] * scale) for b in columns))
             for a, row in enumerate(document[key])
         ]
-        parts.append(table(("worker", *map(str, columns)), rows, left=()))
+        parts.append(table(("worker", *map(str, columns)), cells, left=()))
     return parts
-
-
-def _by_nodes(document: dict[str, Any], key: str, scale: float) -> list[Any]:
-    """Many workers: the least, the median and the most inside nodes and between them."""
-    nodes, rows = document["nodes"], []
-    for name, inside in (("inside a node", True), ("between nodes", False)):
-        values = [
-            value * scale
-            for a, row in enumerate(document[key])
-            for b, value in enumerate(row)
-            if a != b and value is not None and (nodes[a] == nodes[b]) == inside
-        ]
-        if values:
-            rows.append((name, *map(number, (min(values), statistics.median(values), max(values)))))
-    return [table(("links", "least", "median", "most"), rows)]
 
 
 def _in_words(document: dict[str, Any]) -> list[str]:
     lines = []
-    workers, (unit, scale) = document["workers"], _unit(document)
-
-    def ends(pair: Sequence[int]) -> str:
-        hosts = [workers[rank]["host"] for rank in pair]
-        where = f" (on {hosts[0]} and {hosts[1]})" if hosts[0] != hosts[1] else ""
-        return f"worker {pair[0]} and worker {pair[1]}{where}"
-
-    for kind, where in _KINDS.items():
-        worst = document["worst"][kind]
-        if worst is None:
+    unit, scale = _unit(document)
+    for name, inside in _KINDS.items():
+        rates = _links(document, "mbit_s", inside)
+        if not rates:
             continue
-        slow, far = worst["slowest"], worst["longest"]
-        rate, delay = f"{number(slow['mbit_s'] * scale)} {unit}", f"{number(far['latency_us'])} µs"
-        more = _times(slow["median_mbit_s"], slow["mbit_s"]), _times(far["latency_us"], far["median_latency_us"])
-        lines.append(f"slowest link {where}: {ends(slow['pair'])}, {rate}{more[0]}")
-        lines.append(f"longest way {where}: {ends(far['pair'])}, {delay}{more[1]}")
+        pair = min(rates, key=lambda pair: rates[pair])
+        hosts = [document["workers"][rank]["host"] for rank in pair]
+        where = f" (on {hosts[0]} and {hosts[1]})" if hosts[0] != hosts[1] else ""
+        usual = statistics.median(rates.values())
+        factor = usual / rates[pair]
+        more = f", {number(factor, 2)} times slower than the median of these links" if factor >= _SLOW else ""
+        lines.append(
+            f"slowest link {name}: worker {pair[0]} and worker {pair[1]}{where}, {number(rates[pair] * scale)} {unit}{more}"
+        )
     if document["unreachable"]:
         pairs = ["{} and {}".format(*found["pair"]) for found in document["unreachable"]]
         others = f", and {len(pairs) - _SHOWN_PAIRS} more pairs; --json has all" if len(pairs) > _SHOWN_PAIRS else ""
         lines.append(f"do not reach each other: workers {', '.join(pairs[:_SHOWN_PAIRS])}{others}")
     else:
         lines.append("all workers reach each other")
-    return lines + _advice_on_nodes(document)
-
-
-def _advice_on_nodes(document: dict[str, Any]) -> list[str]:
-    """Returns the time of an exchange between nodes that are replicas, in words."""
-    worst, sizes = document["worst"]["between_nodes"], set(Counter(document["nodes"]).values())
-    local = max(sizes)
-    if worst is None or local == 1 or len(sizes) > 1:
-        return []
-    ms = [_ADVISED * nbytes * 8e-3 / worst["slowest"]["median_mbit_s"] for nbytes in (4, 2, 1)]
-    return [
-        "",
-        f"replicas: the {local} workers of a node are one (replica='node', the default), and send one copy of the parameters "
-        f"per step over the node's link. 100 million of them take {number(ms[0])} ms, with compression='bfloat16' "
-        f"{number(ms[1])} ms, with 'int8' {number(ms[2])} ms.",
-    ]
-
-
-def _times(large: float, small: float) -> str:
-    factor = large / small if small > 0 else math.inf
-    return f", {number(factor, 2)} times worse than the median of these links" if factor >= 1.3 else ""
+    sizes, between = set(Counter(document["nodes"]).values()), _links(document, "mbit_s", inside=False)
+    if between and len(sizes) == 1 and (local := max(sizes)) > 1:
+        usual = statistics.median(between.values())
+        ms = [number(_ADVISED * nbytes * 8e-3 / usual) for nbytes in (4, 2, 1)]
+        lines += [
+            "",
+            f"replicas: the {local} workers of a node are one (replica='node', the default), and send one copy of the "
+            f"parameters per step over the node's link. 100 million of them take {ms[0]} ms, with compression='bfloat16' "
+            f"{ms[1]} ms, with 'int8' {ms[2]} ms.",
+        ]
+    return lines

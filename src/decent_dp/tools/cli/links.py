@@ -29,17 +29,12 @@ from decent_dp.compression import FlatTensor, Lossless
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, ExchangeRequest, Transport, open_transport
 from decent_dp.transport.rendezvous import network_stack
-from decent_dp.transport.store import StoreCalls
 
 __all__ = ["Pair", "Probe", "schedule"]
 
 _WARM_UP, _FEW, _MANY, _ROUND_TRIPS = 2, 5, 60, 30
 _FIRST_BYTES, _MOST_BYTES = 2**15, 2**26
 _REPEATS = 5
-# Timeout in seconds of a pair if another pair of the same two nodes could not connect.
-_BRIEF = 2.0
-# Seconds for a call of the store after an error.
-_STORE_LIMIT = 2.0
 
 
 @dataclass(frozen=True)
@@ -89,7 +84,7 @@ class Probe:
     Args:
         seconds: about how long the measurement of a pair may take; a slow or long link needs at least some messages of 32 KiB
             and some tens of round trips.
-        timeout: seconds after which a pair that cannot connect fails; the other pairs of the same nodes fail after 2.
+        timeout: seconds after which a pair that cannot connect fails; the other pairs of the same nodes are not tried then.
 
     Raises:
         RuntimeError: there is no process group.
@@ -102,21 +97,14 @@ class Probe:
         self.rank, self.world_size, self.backend = dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
         nccl = "nccl" in self.backend
         self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-        self._seconds, self._timeout, self._ways = seconds, timeout, 1 if nccl else 2
-        self._transports: list[Transport] = []
+        self._seconds, self._ways = seconds, 1 if nccl else 2
         # A pair that cannot connect fails before the workers that wait for it do.
-        self._group = dist.new_group(timeout=timedelta(seconds=2 * timeout + 10 * seconds))
-        self._pairs = self._connect(timeout)
-        self._brief: Transport | None = None
-
-    def _connect(self, timeout: float) -> Transport:
-        _, transport = open_transport(None, self._group, None, None, timeout)
-        self._transports.append(transport)
-        return transport
+        group = dist.new_group(timeout=timedelta(seconds=2 * timeout + 10 * seconds))
+        _, self._transport = open_transport(None, group, None, None, timeout)
 
     def gather(self, message: Any) -> list[Any]:
         """The messages of all workers, by rank."""
-        return self._pairs.control.gather(message)
+        return self._transport.control.gather(message)
 
     def nodes(self) -> list[int]:
         """The node of each rank, numbered in the order of their first ranks. Workers on one network stack are one node."""
@@ -137,48 +125,36 @@ class Probe:
             PeerError: a worker is gone.
         """
         found = {}
-        silent: set[frozenset[int]] = set()
+        apart: dict[frozenset[int], tuple[int, int]] = {}  # of two nodes, a pair that could not connect
         for slot in schedule(nodes):
-            brief = [frozenset((nodes[a], nodes[b])) in silent for a, b in slot]
-            if any(brief) and self._brief is None:
-                self._brief = self._connect(min(self._timeout, _BRIEF))  # by all workers: they know the same
-            own = None
-            for (a, b), hurry in zip(slot, brief, strict=True):
-                if self.rank in (a, b):
-                    own = self._measured(a + b - self.rank, self._brief if hurry and self._brief else self._pairs)
+            tried = [(a, b) for a, b in slot if frozenset((nodes[a], nodes[b])) not in apart]
+            own = next((self._measured(a + b - self.rank) for a, b in tried if self.rank in (a, b)), None)
             messages = self.gather(own)
             for a, b in slot:
+                both = frozenset((nodes[a], nodes[b]))
+                if both in apart:
+                    found[a, b] = Pair(error="not tried, as workers {} and {} do not reach each other".format(*apart[both]))
+                    continue
                 found[a, b] = _merged(messages[a], messages[b])
                 if found[a, b].error:
-                    silent.add(frozenset((nodes[a], nodes[b])))
+                    apart[both] = a, b
         return dict(sorted(found.items()))
-
-    def reports(self) -> bool:
-        """Whether this worker reports an error: the first that asks does, and the others see the same error."""
-        store = self._pairs.store
-        try:
-            return StoreCalls().run(lambda: store.add("reports", 1) == 1, _STORE_LIMIT)
-        except (RuntimeError, ConnectionError):  # the store is gone, or hangs: two reports are better than none
-            return True
 
     def close(self) -> None:
         """Closes the connections and the process group."""
-        for transport in self._transports:
-            transport.close()
-        self._transports.clear()
+        self._transport.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
     # -- one pair --------------------------------------------------------------------------------------------------------
 
-    def _measured(self, peer: int, transport: Transport) -> dict[str, Any]:
+    def _measured(self, peer: int) -> dict[str, Any]:
         try:
-            return self._measure(peer, transport)
+            return self._measure(_Swaps(self._transport, self.rank, peer, self.device))
         except (RuntimeError, OSError) as error:
             return {"error": " ".join(str(error).split())}
 
-    def _measure(self, peer: int, transport: Transport) -> dict[str, Any]:
-        swap = _Swaps(transport, self.rank, peer, self.device)
+    def _measure(self, swap: _Swaps) -> dict[str, Any]:
         for _ in range(_WARM_UP):
             swap.small(0.0)
         few = [swap.small(0.0)[0] for _ in range(_FEW)]
