@@ -50,7 +50,7 @@ def test_help_is_fast() -> None:
 _PROBE = """
 import sys
 from decent_dp.tools.cli import main
-lines = ["--help", "--version", "topology list -n 8", "topology show base-2 -n 12 -l 3 --json", "topology compare -n 8",
+lines = ["--help", "--version", "topology show base-2 -n 12 -l 3 --json", "topology compare -n 8",
          "plan --params 1e6 --step-ms 60 -n 4 -l 2 --inter 1gbit --intra 10gbit", "doctor --help", "simulate --help",
          "simulate --topology ring -n 0", "doctor --timeout 0"]
 for line in lines:
@@ -152,8 +152,3 @@ def test_colours_and_no_colours() -> None:
     assert "predicting every contender" in seen
     assert colour.search(seen)
     assert not colour.search(plain)
-
-
-@pytest.mark.slow
-def test_progress_on_a_terminal() -> None:
-    assert "ring, 4 workers" in on_a_terminal(*RING, "-n", "4", "--steps", "3", "--batch", "2")

@@ -22,7 +22,7 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 # -- simulate --------------------------------------------------------------------------------------------------------------
 
 RUN = "simulate --topology base-2 -n 6 --alpha 0.3 --steps 20 --batch 4 --lr 0.05 --optimizer momentum"
-RUN += " --compression bfloat16 --mix-every 2 --no-overlap --seed 3"
+RUN += " --compression bfloat16 --mix-every 2 --no-overlap --momentum-tracking --seed 3"
 
 
 def test_simulate_runs_what_was_typed(cli: Cli) -> None:
@@ -32,7 +32,7 @@ def test_simulate_runs_what_was_typed(cli: Cli) -> None:
     expected = run(
         Simulation(
             topology="base-2", n=6, alpha=0.3, steps=20, batch=4, lr=0.05, optimizer="momentum", mix_every=2,
-            compression="bfloat16", overlap=False, seed=3, eval_every=2,
+            compression="bfloat16", overlap=False, momentum_tracking=True, seed=3, eval_every=2,
         )
     ).to_json()  # fmt: skip
     assert {**found, "seconds": 0} == {**expected, "seconds": 0, "diverged": None}

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import rich  # noqa: F401  typer can do without it, the tables cannot
 import typer
 
-from decent_dp.tools.cli import doctor, launch, members, plan, roster, simulate, topology, watch
+from decent_dp.tools.cli import doctor, launch, members, plan, simulate, topology, watch
 from decent_dp.tools.cli.inputs import BadInputError
 from decent_dp.tools.cli.screen import one_line, say
 
@@ -36,7 +36,7 @@ app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 # The first argument that is no option ends those of the command: the rest is the script's.
 app.command("launch", epilog=launch.EXAMPLES, context_settings={"allow_interspersed_args": False})(launch.launch)
-app.command("roster", epilog=roster.EXAMPLES)(roster.roster)
+app.command("roster", epilog=members.ROSTER_EXAMPLES)(members.roster)
 app.command("status", epilog=members.STATUS_EXAMPLES)(members.status)
 app.command("kill", epilog=members.KILL_EXAMPLES)(members.kill)
 app.command("watch", epilog=watch.EXAMPLES)(watch.watch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +19,7 @@ from decent_dp.tools.cli.inputs import (
     check_workers,
     refusing,
 )
-from decent_dp.tools.cli.screen import figures, number, progress_console, say, size, table, write_json
+from decent_dp.tools.cli.screen import figures, number, say, size, table, waiting, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,9 +91,7 @@ def plan(
     else:
         cluster = _cluster(n, local or 1, (inter, latency_inter), (intra, latency_intra), backend or "nccl")
 
-    console = progress_console()
-    waiting = console.status(f"{cluster.world_size} workers: predicting every contender") if console else nullcontext()
-    with refusing(), waiting:
+    with refusing(), waiting(f"{cluster.world_size} workers: predicting every contender"):
         found = rank_all(cluster, job)
         best_of_all = recipe(cluster, job, found)
     best = {prediction.name: prediction for prediction in reversed(found)}  # of its bucket sizes

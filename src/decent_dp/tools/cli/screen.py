@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import typer
@@ -16,7 +17,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["figures", "number", "one_line", "plain_json", "progress_console", "say", "size", "table", "write_json"]
+__all__ = ["figures", "number", "one_line", "plain_json", "say", "size", "table", "waiting", "write_json"]
 
 # Larger numbers are written with an exponent.
 _LARGE = 1e7
@@ -70,10 +71,10 @@ def _write(text: str) -> None:
         raise typer.Exit(0) from None
 
 
-def progress_console() -> Console | None:
-    """stderr, if it is a terminal, for progress."""
+def waiting(what: str) -> AbstractContextManager[object]:
+    """Says what is waited for on stderr, if it is a terminal."""
     console = Console(file=sys.stderr, highlight=False)
-    return console if console.is_terminal else None
+    return console.status(what) if console.is_terminal else nullcontext()
 
 
 def table(

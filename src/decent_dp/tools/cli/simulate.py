@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from decent_dp.tools.cli.inputs import BadInputError, make, refusing, require, writable, writing
-from decent_dp.tools.cli.screen import figures, number, progress_console, say, size, table, write_json
+from decent_dp.tools.cli.screen import figures, number, say, size, table, waiting, write_json
 
 if TYPE_CHECKING:
     from decent_dp.tools.sim.experiment import Result, Row, Simulation
@@ -98,8 +95,8 @@ def simulate(
     samples = len(DATA[data]().y)
     if n > samples:
         raise BadInputError(f"-n {n} workers are more than the {samples} training samples of '{data}'; write at most {samples}")
-    with _progress(settings) as on_row:
-        result = run(settings, on_row)
+    with waiting(f"{topology}: {steps:,} steps of {n} workers"):
+        result = run(settings)
     diverged = next((row.step for row in result.rows if not _sound(row)), None)
     _deliver(result, diverged, plot, json)
     if diverged is None:
@@ -110,23 +107,6 @@ def simulate(
 
 def _sound(row: Row) -> bool:
     return math.isfinite(row.loss) and row.loss <= _RUINED and math.isfinite(row.consensus_distance)
-
-
-@contextmanager
-def _progress(settings: Simulation) -> Iterator[Callable[[Row], object] | None]:
-    console = progress_console()
-    if console is None:
-        yield None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(f"{settings.topology}, {settings.n} workers", total=settings.steps)
-
-        def on_row(row: Row) -> None:
-            words = f"loss {number(row.loss)}, accuracy {100 * row.accuracy:.1f} %"
-            bar.update(task, completed=row.step, description=words)
-
-        yield on_row
 
 
 def _deliver(result: Result, diverged: int | None, plot: Path | None, json: bool) -> None:

@@ -1,22 +1,19 @@
-"""``decent-dp topology list | show | compare``."""
+"""``decent-dp topology show | compare``."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from decent_dp.tools.cli.inputs import (
     MOST_ANALYSED,
-    BadInputError,
-    as_count,
     as_ranks,
     check_workers,
     in_options,
@@ -26,7 +23,7 @@ from decent_dp.tools.cli.inputs import (
     writable,
     writing,
 )
-from decent_dp.tools.cli.screen import figures, number, one_line, say, size, table, write_json
+from decent_dp.tools.cli.screen import figures, number, say, table, write_json
 
 if TYPE_CHECKING:
     from decent_dp.tools.analysis import Analysis
@@ -39,18 +36,13 @@ _SHOWN_ROUNDS, _SHOWN_EDGES, _SHOWN_RANKS = 12, 8, 6
 _CURVE, _APERIODIC = 400, 8
 _OF_SURVIVORS = ("rate", "exact", "rounds_to_epsilon")
 
-app = typer.Typer(help="Topologies: which there are, which fit, how fast they mix and what they send.", no_args_is_help=False)
+app = typer.Typer(help="Topologies: which fit, how fast they mix and what they send.", no_args_is_help=False)
 
-_LIST = """[bold]Examples[/bold]
-
-decent-dp topology list
-
-decent-dp topology list -n 24 -l 4"""
 _SHOW = """[bold]Examples[/bold]
 
 decent-dp topology show base-2 -n 24
 
-decent-dp topology show alternating-exp-ring -n 32 -l 8 --params 65e6
+decent-dp topology show alternating-exp-ring -n 32 -l 8
 
 decent-dp topology show complete:100,base-2 -n 6 --plot rounds.png
 
@@ -73,50 +65,6 @@ def _root(context: typer.Context) -> None:
         say(context.get_help())
 
 
-# -- list ------------------------------------------------------------------------------------------------------------------
-
-
-@app.command("list", epilog=_LIST)
-def list_(
-    n: Annotated[
-        int | None, typer.Option("-n", "--workers", help="Say which fit this many workers.", metavar="N", min=1)
-    ] = None,
-    local: Local = 1,
-    json: Json = False,
-) -> None:
-    """The registered topologies, and with -n whether they fit."""
-    from decent_dp.topo import TopologyReg
-    from decent_dp.topo.registry import why_unfit
-
-    if n is None and local != 1:
-        raise BadInputError("-l is the number of workers per node; say with -n how many there are in all")
-    if n is not None:
-        check_workers(n, local)
-    rows: list[dict[str, Any]] = []
-    for name, maker in TopologyReg.registry.items():
-        row: dict[str, Any] = {"name": name, "about": _about(maker)}
-        if n is not None:
-            reason = why_unfit(name, n, local)
-            row |= {"fits": reason is None, "reason": reason and in_options(reason)}
-        rows.append(row)
-    if json:
-        write_json({"world_size": n, "local_world_size": None if n is None else local, "topologies": rows})
-        return
-    if n is None:
-        made = table(("name", "what it is"), [(row["name"], row["about"]) for row in rows], folded=(1,))
-    else:
-        heading = f"{n} workers" + (f", {local} per node" if local > 1 else "")
-        cells = [(row["name"], row["reason"] or "fits", row["about"]) for row in rows]
-        made = table(("name", heading, "what it is"), cells, folded=(1, 2))
-    say(made, "", "One after another: 'complete:100,base-2' is 'complete' for 100 updates, then 'base-2'.")
-
-
-def _about(maker: Any) -> str:
-    """The first paragraph of its documentation."""
-    text = (inspect.getdoc(maker) or "") if isinstance(maker, type) or inspect.isfunction(maker) else ""
-    return one_line(text.partition("\n\n")[0])
-
-
 # -- show ------------------------------------------------------------------------------------------------------------------
 
 
@@ -126,7 +74,6 @@ def show(
     n: N,
     local: Local = 1,
     epsilon: Epsilon = 1e-3,
-    params: Annotated[str | None, typer.Option(help="Float32 parameters of the model, for sizes in bytes: 65e6.")] = None,
     dead: Annotated[
         str | None, typer.Option(help="Workers that are gone: say how fast the others still mix.", metavar="I,J")
     ] = None,
@@ -137,7 +84,6 @@ def show(
     from decent_dp.tools.analysis import analyse, consensus_error
 
     _check_epsilon(epsilon)
-    nbytes = None if params is None else 4.0 * as_count("--params", params)
     writable("--plot", plot, plot=True)
     check_workers(n, local, MOST_ANALYSED)
     topology = make(name, n, local)
@@ -151,14 +97,14 @@ def show(
     try:
         if json:
             edges = [[{"ranks": edge.ranks, "weight": edge.weight} for edge in round_] for round_ in rounds]
-            document = {**_as_json(analysis, nbytes), "name": name, "rounds": edges, "consensus_error": errors}
+            document = {**dataclasses.asdict(analysis), "name": name, "rounds": edges, "consensus_error": errors}
             if left is not None:
                 document["survivors"] = {"dead": gone, **{key: getattr(left, key) for key in _OF_SURVIVORS}}
             write_json(document)
         else:
             where = f" on {n // local} nodes of {local}" if local > 1 else ""
             say(f"{name}: {n} worker{'s' * (n > 1)}{where}", "", _rounds_table(rounds, analysis.period), "")
-            say(figures(_in_words(analysis, nbytes) + ([] if left is None else [_left_in_words(gone, left)])))
+            say(figures(_in_words(analysis) + ([] if left is None else [_left_in_words(gone, left)])))
     finally:  # also after a broken pipe
         if plot is not None:
             from decent_dp.tools.plots import plot_topology
@@ -236,11 +182,9 @@ def _few_ranks(ranks: Sequence[int]) -> list[str]:
     return [*map(str, ranks[: _SHOWN_RANKS - 2]), "…", str(ranks[-1])]
 
 
-def _in_words(a: Analysis, nbytes: float | None) -> list[tuple[str, str]]:
+def _in_words(a: Analysis) -> list[tuple[str, str]]:
     def copies(amount: float) -> str:
-        return f"{number(amount)} cop{'y' if amount == 1 else 'ies'} of the model" + (
-            f" = {size(amount * nbytes)}" if nbytes is not None else ""
-        )
+        return f"{number(amount)} cop{'y' if amount == 1 else 'ies'} of the model"
 
     def rounds(count: int) -> str:
         return f"{count:,} round{'s' * (count != 1)}"
@@ -267,14 +211,6 @@ def _in_words(a: Analysis, nbytes: float | None) -> list[tuple[str, str]]:
     return rows
 
 
-def _as_json(a: Analysis, nbytes: float | None = None) -> dict[str, Any]:
-    row = dataclasses.asdict(a)
-    if nbytes is not None:
-        row["payload_bytes"] = nbytes
-        row |= {f"{key}_bytes": getattr(a, key) * nbytes for key in ("sent_by_worker", "sent_by_node", "fan_in")}
-    return row
-
-
 # -- compare ---------------------------------------------------------------------------------------------------------------
 
 
@@ -291,7 +227,7 @@ def compare(n: N, local: Local = 1, epsilon: Epsilon = 1e-3, json: Json = False)
     misfits = {name: in_options(reason) for name, reason in reasons.items() if reason is not None}
     found = {name: analyse(make(name, n, local), epsilon=epsilon) for name in reasons if name not in misfits}
     if json:
-        rows = [{**_as_json(a), "name": name} for name, a in found.items()]
+        rows = [{**dataclasses.asdict(a), "name": name} for name, a in found.items()]
         unfit = [{"name": name, "reason": reason} for name, reason in misfits.items()]
         write_json({"world_size": n, "local_world_size": local, "epsilon": epsilon, "topologies": rows, "do_not_fit": unfit})
         return
