@@ -297,8 +297,8 @@ LINES = {
     "kernels": (1030, 0),  # theirs are compression's and optim's
     "optim": (1798, 1700),
     "transport": (8826, 3200),
-    "engine": (994, 1000),
-    "membership": (1737, 1100),
+    "engine": (993, 1000),
+    "membership": (1731, 1100),
     "replica": (5691, 2500),
     "backward": (780, 526),  # with _gossip and ddp 1,600
     "checkpoint": (2483, 1900),
@@ -338,11 +338,9 @@ LARGE: dict[str, tuple[int, int]] = {
     "compression/codec.py:Compression": (17, 12),
     "compression/low_rank.py:LowRank": (13, 17),
     "ddp.py:DecentralizedDataParallel": (29, 6),
-    "engine/engine.py:Engine": (19, 20),
     "integrations/_lightning_survivors.py:LightningOverSurvivors": (14, 2),
     "integrations/lightning.py:GossipStrategy": (22, 9),
     "membership/epochs.py:Epochs": (16, 32),
-    "membership/monitor.py:MembershipMonitor": (14, 12),
     "replica/replica.py:Replica": (29, 30),
     "tools/sim/cluster.py:VirtualCluster": (18, 11),
     "tools/sim/experiment.py:Simulation": (1, 19),

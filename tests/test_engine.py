@@ -23,8 +23,9 @@ from decent_dp import gossip
 from decent_dp.backward.output import tensors_in
 from decent_dp.compression import COMPRESSIONS
 from decent_dp.ddp import DecentralizedDataParallel
-from decent_dp.engine import Bucket, Engine
+from decent_dp.engine import Bucket, Engine, enter, go_to
 from decent_dp.engine.bucket import InFlight
+from decent_dp.engine.engine import Counts
 from decent_dp.engine.layout import TensorSpec
 from decent_dp.errors import PeerLostError
 from decent_dp.replica.replica import Listener
@@ -111,7 +112,7 @@ def mixed(transport: Any, edited: bool, as_view: bool, factor: float) -> tuple[l
     finish()
     assert all(bucket.in_flight is None for bucket in engine.buckets)
     assert engine.round == STEPS
-    assert engine.exchanges == len(engine.buckets) * outcomes.count("arrived") > 0
+    assert engine.counts.exchanges == len(engine.buckets) * outcomes.count("arrived") > 0
     return tensors, outcomes
 
 
@@ -153,7 +154,7 @@ def abandoned(transport: Any) -> None:
     with pytest.raises(PeerLostError, match="worker 1 is gone"):
         outcome.raise_if_failed()
     assert bucket.in_flight is None
-    assert engine.exchanges == 1
+    assert engine.counts.exchanges == 1
     assert tensors[0].tolist() == [1.5] * 3
 
 
@@ -168,12 +169,13 @@ def test_a_million_rounds_are_left_out_at_once():
     buckets = [SimpleNamespace(topology=topology, number=number) for number in range(50)]
     left_out: dict[int, int] = {}
     neighbours = SimpleNamespace(skip=lambda edge, exchange_id: left_out.__setitem__(exchange_id.bucket, exchange_id.round))
-    engine: Any = SimpleNamespace(round=10, holes=0, buckets=buckets, _transport=SimpleNamespace(rank=0), _peers=neighbours)
+    engine: Any = SimpleNamespace(round=10, counts=Counts(), buckets=buckets, _peers=neighbours)
+    engine._transport = SimpleNamespace(rank=0)
     began = time.monotonic()
-    Engine.go_to(engine, 1_000_010)
+    go_to(engine, 1_000_010)
     assert time.monotonic() - began < 5
     assert engine.round == 1_000_010
-    assert engine.holes == 50 * 1_000_000
+    assert engine.counts.holes == 50 * 1_000_000
     assert left_out == dict.fromkeys(range(50), 1_000_009)
 
 
@@ -199,7 +201,7 @@ def test_a_wait_until_values_are_read_is_counted():
     handle: Any = SimpleNamespace(wait_for_read=lambda: time.sleep(0.05))
     engine.buckets[0].in_flight = InFlight(Round(0), Edge([0, 1], 0.5), handle=handle)
     engine.wait_for_read()
-    assert 0.05 <= engine.waited < 5
+    assert 0.05 <= engine.counts.waited_s < 5
 
 
 # -- the calls of a rule ---------------------------------------------------------------------------------------------------
@@ -511,6 +513,6 @@ def test_a_process_that_joins_leaves_out_the_rounds_before_its_first_one():
     engine = Engine.__new__(Engine)
     engine._peers = SimpleNamespace(skip=lambda edge, exchange_id: told.append((edge.ranks, exchange_id)))  # type: ignore[assignment]
     engine.buckets = [SimpleNamespace(number=number) for number in (4, 5)]  # type: ignore[misc]
-    engine.enter(60, (3, 0, 2))
+    enter(engine, 60, (3, 0, 2))
     assert engine.round == 60
     assert told == [([0, 2, 3], ExchangeId(59, 4)), ([0, 2, 3], ExchangeId(59, 5))]

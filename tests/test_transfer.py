@@ -218,7 +218,8 @@ class Member:
 
     def __init__(self, values: int = 1000, dead_after: float = 1.0) -> None:
         self.values, self.boundaries, self.copied, self.value = values, 0, 0, 0.0
-        self.engine, self.neighbours = SimpleNamespace(exchanges=1, first_bucket=0), SimpleNamespace(is_paused=False)
+        self.engine = SimpleNamespace(counts=SimpleNamespace(exchanges=1), first_bucket=0)
+        self.neighbours = SimpleNamespace(is_paused=False)
         faults: Any = SimpleNamespace(dead_after=dead_after)
         self.monitor: Any = SimpleNamespace(members=(0, 1), epochs=None, faults=faults, neighbours=self.neighbours)
         replica: Any = SimpleNamespace(engine=self.engine)
@@ -452,7 +453,7 @@ def test_a_replica_that_is_not_finite_is_not_given(member):
 def test_an_error_at_the_boundary_is_told_to_all_that_wait(member):
     donor = member()
     donor.stop()
-    donor.engine.exchanges = 0
+    donor.engine.counts.exchanges = 0
     for asker in (2, 3):
         assert "wait" in donor.ask(asker, want="state", copy=None, **{"from": 0})
     donor.server.reached_boundary()

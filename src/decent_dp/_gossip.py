@@ -388,10 +388,10 @@ class Gossip(Replica):
     def _lay_out(self) -> list[Bucket]:
         """Returns buckets in reverse registration order, the usual order of gradients, equal on all workers."""
         specs, limit = self.parameters.specs, self.settings.bucket_size_in_mb * MIB
-        buckets = self.engine.lay_out(specs, self.parameters.locate(), range(len(specs))[::-1], limit, as_view=False)
+        buckets = self.engine.lay_out(specs, self.parameters.locate(), range(len(specs))[::-1], limit)
         found = self.momenta
         order = range(len(found.specs))[::-1]
-        return buckets + self.engine.lay_out_momenta(found.specs, found.tensors, order, limit, len(buckets))
+        return buckets + self.engine.lay_out(found.specs, found.tensors, order, limit, after=len(buckets))
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Context manager around the forwards and backwards of a window but the last: their gradients stay this worker's.

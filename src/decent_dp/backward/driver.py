@@ -395,7 +395,7 @@ class BackwardReplica(Replica):
         names = dict(zip(map(id, self.parameters.params), self.parameters.names, strict=True))
         found, limit = Momenta(optimizers, names, rule), self.settings.bucket_size_in_mb * MIB
         order = order if found.specs else ()
-        return found, self.engine.lay_out_momenta(found.specs, found.tensors, order, limit, len(units))
+        return found, self.engine.lay_out(found.specs, found.tensors, order, limit, after=len(units))
 
     @torch.no_grad()
     def _release(self) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,8 +31,27 @@ _log = logging.getLogger(__name__)
 
 # After so many exchanges in a row in which a block was rejected there is a warning.
 _REJECTED_ROUNDS = 10
-# Rounds that are left out one by one, at most; of earlier ones only the number is kept.
-_MOST_MISSED = 1000
+
+
+@dataclass
+class Counts:
+    """What has happened in an engine.
+
+    Attributes:
+        exchanges: the number of finished exchanges of single buckets.
+        bytes_sent: by this worker, for exchanges.
+        waited_s: seconds that the calling thread has waited for exchanges.
+        holes: the number of exchanges of single buckets that were left out, because the other worker was gone or silent.
+        rejected: the number of blocks that were not mixed, because their difference was too large for the compression.
+        nonfinite: the number of rounds that this worker sat out because of non-finite values.
+    """
+
+    exchanges: int = 0
+    bytes_sent: int = 0
+    waited_s: float = 0.0
+    holes: int = 0
+    rejected: int = 0
+    nonfinite: int = 0
 
 
 class Engine:
@@ -45,16 +64,11 @@ class Engine:
         peers: which of the other workers exchanges are made with.
 
     Attributes:
-        topology, rule: those given.
         buckets: the present ones, in the order of their exchanges. ``first_bucket``: the number of the first one, the same on
             all workers. Numbers are never reused, so that a message for an old bucket is not taken for a new one's.
         round: the number of the current or next round, including rounds before a restart.
         factor: the adaptive factor γ.
-        exchanges: the number of finished exchanges of single buckets.
-        bytes_sent: by this worker, for exchanges.
-        waited: seconds that the calling thread has waited for exchanges.
-        nonfinite: the number of rounds that this worker sat out because of non-finite values.
-        holes: the number of exchanges of single buckets that were left out, because the other worker was gone or silent.
+        counts: what has happened so far; of the present buckets ``stats`` knows more.
         nonfinite_in: the last round in which this replica was not finite; -1 if it never was.
         finished: the buckets whose exchanges have ended, until ``Replica.share``.
         started: the last round in which these buckets have started an exchange or sat out; None before the first.
@@ -68,38 +82,34 @@ class Engine:
         compression: type[Compression],
         peers: PeerTable,
     ) -> None:
-        self._peers = peers
-        self.holes = 0
-        self.nonfinite_in = -1
-        self._transport, self.topology = transport, topology
+        self._transport, self._peers, self.topology = transport, peers, topology
         self.rule, self._compression = rule, compression
         self.buckets: list[Bucket] = []
-        self.round = 0
-        self.factor = 1.0
-        self.exchanges = 0
-        self.bytes_sent = 0
-        self.waited = 0.0
+        self.round, self.factor = 0, 1.0
+        self.counts, self.nonfinite_in = Counts(), -1
         # By the id of their topology: the rounds of one turn follow each other.
         self._nonfinite: dict[int, NonFinite] = {}
         self.started: int | None = None
-        # Of the buckets before the present ones.
-        self._rejected = self._left_out = 0
         self.first_bucket = 0
         self.finished: set[Bucket] = set()
         self._warned_of_rejections = False
 
-    @property
-    def nonfinite(self) -> int:
-        own = {id(bucket.topology) for bucket in self.buckets if bucket.rule is self.rule}
-        return self._left_out + sum(record.rounds for number, record in self._nonfinite.items() if number in own)
-
-    @property
-    def rejected(self) -> int:
-        """The number of blocks that were not mixed, because their difference was too large for the compression."""
-        return self._rejected + sum(bucket.compression.rejected for bucket in self.buckets)
+    def stats(self) -> Counts:
+        """What has happened so far."""
+        own, counts = {id(bucket.topology) for bucket in self.buckets if bucket.rule is self.rule}, self.counts
+        nonfinite = sum(record.rounds for number, record in self._nonfinite.items() if number in own)
+        rejected = sum(bucket.compression.rejected for bucket in self.buckets)
+        return replace(counts, nonfinite=counts.nonfinite + nonfinite, rejected=counts.rejected + rejected)
 
     def lay_out(
-        self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], order: Sequence[int], limit_bytes: float, *, as_view: bool
+        self,
+        specs: Sequence[TensorSpec],
+        tensors: Sequence[Tensor],
+        order: Sequence[int],
+        limit_bytes: float,
+        *,
+        as_view: bool = False,
+        after: int | None = None,
     ) -> list[Bucket]:
         """Returns new buckets for ``tensors``; ``install`` puts them to use.
 
@@ -108,35 +118,19 @@ class Engine:
             order: indices of the tensors, in the same order on all workers.
             limit_bytes: upper size of a bucket.
             as_view: whether tensors become views of one flat tensor per bucket.
+            after: the tensors are the tracked momenta of parameters, which are mixed in the same turns, by plain gossip; so
+                many buckets are installed before these.
         """
-        first = self.first_bucket + len(self.buckets)
+        compression, rule = (self._compression, self.rule) if after is None else (for_momentum(self._compression), Gossip())
+        first = self.first_bucket + len(self.buckets) + (after or 0)
         return [
-            Bucket(first + number, FlatBuffer(plan, tensors, as_view=as_view), self._compression, self.rule, topology)
+            Bucket(first + number, FlatBuffer(plan, tensors, as_view=as_view), compression, rule, topology)
             for number, (plan, topology) in enumerate(plan_turns(specs, order, limit_bytes, self.topology))
         ]
-
-    def lay_out_momenta(
-        self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], order: Sequence[int], limit_bytes: float, after: int
-    ) -> list[Bucket]:
-        """Returns new buckets for the tracked momenta of parameters, which are mixed in the same turns, by plain gossip.
-
-        Args:
-            specs, tensors, order, limit_bytes: as of ``lay_out``.
-            after: the number of buckets that are installed before these.
-        """
-        first, compression = self.first_bucket + len(self.buckets) + after, for_momentum(self._compression)
-        return [
-            Bucket(first + number, FlatBuffer(plan, tensors, as_view=False), compression, Gossip(), topology)
-            for number, (plan, topology) in enumerate(plan_turns(specs, order, limit_bytes, self.topology))
-        ]
-
-    def count_buckets_from(self, first: int) -> None:
-        """The buckets that are laid out and installed next have numbers from this one on."""
-        self.first_bucket = first - len(self.buckets)
 
     def install(self, buckets: list[Bucket]) -> None:
         """Replaces all buckets, which must have nothing in flight."""
-        self._rejected, self._left_out = self.rejected, self.nonfinite
+        self.counts = self.stats()
         self._nonfinite.clear()  # ids may be used again
         self.first_bucket += len(self.buckets)
         self.buckets, self.started = buckets, None
@@ -176,12 +170,12 @@ class Engine:
             bucket.mix_nothing(in_flight.round)
             return Outcome("lost", error)
         finally:
-            self.waited += time.perf_counter() - before
+            self.counts.waited_s += time.perf_counter() - before
         if handle.verdict is Verdict.NEITHER:
-            self.holes += 1
+            self.counts.holes += 1
             bucket.mix_nothing(in_flight.round)
             return SAT_OUT
-        self.exchanges += 1
+        self.counts.exchanges += 1
         flags = handle.flags or tuple(map(bucket.compression.flag, bucket.messages))
         ranks = {flag - 1 for flag in flags if flag}
         if self._transport.rank in ranks:
@@ -230,7 +224,7 @@ class Engine:
         exchange_id = ExchangeId(self.round, bucket.number)
         if len(edge.ranks) > 1 and not self._peers.usable(edge, exchange_id):  # the other worker is gone or silent
             self._peers.skip(edge, exchange_id)
-            self.holes += 1
+            self.counts.holes += 1
             edge = Edge([self._transport.rank], 1.0)
         proposal = bucket.propose(round_)
         hint = bucket.compression.hint(proposal) if bucket.compression.needs_hints else b""
@@ -245,54 +239,8 @@ class Engine:
             bucket.compression.begin(tuple(sorted(edge.ranks)), self._transport.rank, meeting)
             request = ExchangeRequest(bucket.compression, proposal, *bucket.messages, hint, self._transport.rank, exchange_id)
             handle = self._transport.start(edge, request)
-            self.bytes_sent += handle.bytes_sent
+            self.counts.bytes_sent += handle.bytes_sent
         bucket.in_flight = InFlight(round_, edge, handle, near, schedule.pull_of(bucket.topology, edge, self._transport.rank))
-
-    def go_to(self, target: int) -> None:
-        """Leaves out all rounds before ``target``: the others have gone on without this worker, which was silent or too late.
-
-        Called before a round's first bucket. What is in flight is finished when its bucket's turn comes.
-        """
-        missed: dict[tuple[int, int], tuple[Edge, ExchangeId]] = {}
-        first, before = max(self.round, target - _MOST_MISSED), self.holes
-        for round_ in range(first, target):
-            for bucket in self.buckets:
-                if schedule.turn_of(bucket.topology, round_).mixes:
-                    edge = bucket.topology.get_edge(round_)
-                    for other in set(edge.ranks) - {self._transport.rank}:
-                        self.holes += 1
-                        missed[other, bucket.number] = edge, ExchangeId(round_, bucket.number)
-        if first > self.round:
-            self.holes += (self.holes - before) * (first - self.round) // _MOST_MISSED
-        for edge, exchange_id in missed.values():  # the last one of each bucket and worker stands for those before
-            self._peers.skip(edge, exchange_id)
-        self.round = max(self.round, target)
-
-    def enter(self, round_: int, members: Sequence[int]) -> None:
-        """This process joins ``members``. Its first round may be later than that of its epoch: it leaves out those before."""
-        for bucket in self.buckets:  # the last one stands for those before
-            self._peers.skip(Edge(sorted(members), 1.0), ExchangeId(round_ - 1, bucket.number))
-        self.round = round_
-
-    def round_of_others(self) -> int:
-        """The first round from the present one on that the other worker of no bucket's edge has passed, or leaves out."""
-        peers, round_ = self._peers, self.round
-        newest = max(map(peers.round_of, peers.living()), default=-1)
-        while newest > round_:
-            passed = round_
-            for bucket in self.buckets:
-                if schedule.turn_of(bucket.topology, round_).mixes:
-                    others = [rank for rank in bucket.topology.get_edge(round_).ranks if rank != self._transport.rank]
-                    theirs = max(map(peers.round_of, others), default=-1)
-                    # As long as the exchange has time to arrive, the other worker can be ahead; later it waits for this one.
-                    if theirs > round_ + schedule.turn_of(bucket.topology, round_).updates:
-                        passed = max(passed, theirs)
-                    elif peers.has_dropped(others, ExchangeId(round_, bucket.number)):
-                        passed = max(passed, round_ + 1)
-            if passed == round_:
-                break
-            round_ = passed
-        return round_
 
     def advance(self) -> None:
         """Ends the round, after all buckets were started in it."""
@@ -304,7 +252,7 @@ class Engine:
             if bucket.in_flight is not None and bucket.in_flight.handle is not None:
                 before = time.perf_counter()
                 bucket.in_flight.handle.wait_for_read()
-                self.waited += time.perf_counter() - before
+                self.counts.waited_s += time.perf_counter() - before
 
     def mark_stale(self, names: Iterable[str] | None = None) -> None:
         """Notes that the values of these tensors (None: of all) are replaced.
@@ -367,19 +315,6 @@ class Engine:
             rule["state"].update({name: state for name, state in bucket.rule_state().items() if state and self.rule.is_saved})
             compression.update(bucket.compression_state())
         return {"round": self.round, "factor": self.factor, "rule": rule, "compression": compression}
-
-    def check_rule_state(self, saved: Mapping[str, Any]) -> None:
-        """Checks that the saved state of a rule belongs to this rule.
-
-        Raises:
-            ValueError: there is a state, and it is of another class.
-        """
-        kind = type(self.rule).__name__
-        if saved["state"] and saved["kind"] != kind:
-            raise ValueError(
-                f"the rule was {saved['kind']} when this was saved, and is {kind} now: its state does not fit. Use the "
-                "same rule, or load the parameters alone (load_state_dict)."
-            )
 
 
 def fit_rule(rule: Rule, compression: type[Compression], topology: Topology, *, narrow: bool, overlap: bool) -> Rule:

@@ -105,7 +105,7 @@ class _Publisher(Listener):
 
     def _sample(self) -> tuple[float, int, int, float]:
         engine = self._engine
-        return time.monotonic(), engine.round, engine.bytes_sent, engine.waited
+        return time.monotonic(), engine.round, engine.counts.bytes_sent, engine.counts.waited_s
 
     # -- in the publishing thread -------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 
 from decent_dp.errors import PeerLostError
 from decent_dp.faults import Roster, Tolerate
@@ -58,7 +58,7 @@ class Members:
 
     def knows(self, round_: int) -> bool:
         """``Epochs.knows``."""
-        return True
+        return self.epochs is None or self.epochs.knows(round_)
 
     def newest_round(self, own: int) -> int:
         """Of the connected workers and this one, which is in round ``own``: a call of all brings them to it."""
@@ -76,6 +76,8 @@ class Members:
 
     def close(self) -> None:
         """Ends the threads."""
+        if self.epochs is not None:
+            self.epochs.close()
 
 
 class MembershipMonitor(Members):
@@ -135,9 +137,6 @@ class MembershipMonitor(Members):
 
     def refuse(self, error: Exception) -> None:
         """It goes on without them."""
-
-    def knows(self, round_: int) -> bool:
-        return self.epochs is None or self.epochs.knows(round_)
 
     def newest_round(self, own: int) -> int:
         return max([own, *map(self.neighbours.round_of, self.neighbours.living())])
@@ -251,20 +250,19 @@ class MembershipMonitor(Members):
             return False
         return rank in self.neighbours.lost() or rank not in self.members or self.epochs.is_seated(rank, incarnation)
 
-    def newest_members(self) -> dict[int, int]:
-        """The incarnations, by rank, of those of the newest epoch in the store that have this worker's part of a replica."""
-        epoch = None if self.epochs is None else self.epochs.newest_in_store()
-        return self._incarnations(self.members if epoch is None else epoch.members, epoch)
+    def others(self, *, in_store: bool) -> dict[int, int]:
+        """The incarnations, by rank, of the members that have this worker's part of a replica.
 
-    def living_members(self) -> dict[int, int]:
-        """As ``newest_members``, of those that this worker is connected to."""
-        epoch, living = None if self.epochs is None else self.epochs.newest, self.neighbours.living()
-        return {rank: number for rank, number in self._incarnations(self.members, epoch).items() if rank in living}
-
-    def _incarnations(self, ranks: Collection[int], epoch: Epoch | None) -> dict[int, int]:
-        known, (own, position) = ({} if epoch is None else epoch.incarnations), self.replicas.place_of(self._transport.rank)
-        others = [self.replicas.workers_of(number)[position] for number in self.replicas.whole(ranks) if number != own]
-        return {rank: known.get(rank, 0) for rank in others}
+        Args:
+            in_store: those of the newest epoch in the store; else those of the present one that this worker is connected to.
+        """
+        epoch = None if self.epochs is None else self.epochs.newest_in_store() if in_store else self.epochs.newest
+        known: Mapping[int, int]
+        members, known = (self.members, {}) if epoch is None else (epoch.members, epoch.incarnations)
+        own, position = self.replicas.place_of(self._transport.rank)
+        ranks = [self.replicas.workers_of(number)[position] for number in self.replicas.whole(members) if number != own]
+        living = ranks if in_store else self.neighbours.living()
+        return {rank: known.get(rank, 0) for rank in ranks if rank in living}
 
     def enter(self, epoch: Epoch) -> None:
         """This process is a member from this epoch on."""
@@ -272,10 +270,6 @@ class MembershipMonitor(Members):
         before = self.roster
         self.epochs.enter(epoch)
         self._coming = epoch, before
-
-    def close(self) -> None:
-        if self.epochs is not None:
-            self.epochs.close()
 
     def _report(self, round_: int, silent: set[int], lost: set[int]) -> None:
         for who, what in (

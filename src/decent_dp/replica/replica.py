@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from decent_dp._checks import check_integer
 from decent_dp._sizes import MIB
 from decent_dp.compression import check_compression
-from decent_dp.engine import Bucket, Edit, Engine
+from decent_dp.engine import Bucket, Edit, Engine, go_to, round_of_others
 from decent_dp.faults import Roster
 from decent_dp.replica.cadence import Cadence
 from decent_dp.replica.consistency import check_same_call, gather_by_rank
@@ -265,11 +265,11 @@ class Replica(HookedModel):
 
     def catch_up(self) -> None:
         """Goes on in the round of the others, if they have gone on without this replica. Called between two rounds."""
-        before, target = self.engine.round, self.engine.round_of_others()
+        before, target = self.engine.round, round_of_others(self.engine)
         alone = self._has_run_out and self.shares is None  # at the end of `join` sharded ones make no steps together
         target, self._nonfinite_in = self.mates.agree_on(target, self.engine.nonfinite_in, alone=alone)
         self.momenta.fade(before, target)  # also in rounds that are left out
-        self.engine.go_to(target)
+        go_to(self.engine, target)
         if self.engine.round > before:
             self.cadence.fall_behind(self.engine.round)
 
@@ -359,20 +359,9 @@ class Replica(HookedModel):
 
     def stats(self) -> Stats:
         """Counters of this worker, cheap enough to read at every step."""
-        engine = self.engine
-        return Stats(
-            updates=self.steps,
-            rounds=engine.round,
-            bytes_sent=engine.bytes_sent,
-            grad_norm=None,
-            exchanges=engine.exchanges,
-            waited_s=engine.waited,
-            rejected=engine.rejected,
-            nonfinite=engine.nonfinite,
-            holes=engine.holes,
-            one_sided=self.world.one_sided,
-            reconnects=self.world.reconnects,
-        )
+        world, counts = self.world, vars(self.engine.stats())
+        more = {"one_sided": world.one_sided, "reconnects": world.reconnects}
+        return Stats(updates=self.steps, rounds=self.engine.round, grad_norm=None, **counts, **more)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -406,7 +395,7 @@ class Replica(HookedModel):
         if min(rounds) < max(rounds):
             # Those that were silent or late for a while are in other rounds, with as many updates.
             self.momenta.fade(engine.round, max(rounds))
-            engine.go_to(max(rounds))
+            go_to(engine, max(rounds))
             if self.mean.backup is None:
                 self.rebind()
                 for bucket in engine.buckets:  # a worker in a later round may have mixed what is in flight here

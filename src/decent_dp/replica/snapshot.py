@@ -288,7 +288,11 @@ def check_engine_state(replica: Replica, state: Mapping[str, Any]) -> None:
     }.items():
         if not fits:
             raise ValueError(f"this is not a snapshot of a replica: its '{what}' is {brief(state[what])}")
-    replica.engine.check_rule_state(rule)
+    if rule["state"] and rule["kind"] != (kind := type(replica.engine.rule).__name__):
+        raise ValueError(
+            f"the rule was {rule['kind']} when this was saved, and is {kind} now: its state does not fit. Use the same rule, "
+            "or load the parameters alone (load_state_dict)."
+        )
 
 
 def _compare(replica: Replica, state: Mapping[str, Any]) -> None:

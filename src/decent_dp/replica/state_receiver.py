@@ -9,8 +9,10 @@ import random
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
+from decent_dp.engine import enter
 from decent_dp.errors import CheckpointError, PeerLostError
 from decent_dp.membership import Epoch, MembershipMonitor
 from decent_dp.replica.replica import Listener, Replica
@@ -89,13 +91,14 @@ class _Joiner:
         snapshot.update(common)
         if "optim" in snapshot:
             snapshot["optim"]["scaler"] = scaler
-        self._replica.engine.count_buckets_from(state["first_bucket"])
+        engine = self._replica.engine
+        engine.first_bucket = state["first_bucket"] - len(engine.buckets)  # the next ones have numbers from this one on
         put_back(self._replica, completed(self._replica, snapshot))
         assert monitor.epochs is not None
         monitor.epochs.learn(state["epoch"])
 
     def _members(self) -> dict[int, int]:
-        found = self._monitor.newest_members()
+        found = self._monitor.others(in_store=True)
         self._transport.meet(found)
         return found
 
@@ -132,7 +135,7 @@ class _Joiner:
         others = {rank: epoch.incarnations.get(rank, 0) for rank in epoch.members if rank != own}
         with monitor.neighbours.paused():
             transport.enter(others, answer["calls"], first)
-            replica.engine.enter(first, replica.replicas.whole(epoch.members))
+            enter(replica.engine, first, replica.replicas.whole(epoch.members))
         replica.mates.start(mates[min(mates)])
         # The others have made about as many steps as rounds.
         replica.steps += first - fetched
@@ -204,7 +207,7 @@ class _Healer(Listener):
         shares, rank, why, snapshot = self._replica.shares, -1, "", {}
         if shares is None or shares.is_first:
             try:
-                rank, state = _fetch_state(self._replica, monitor, monitor.living_members, once=True)
+                rank, state = _fetch_state(self._replica, monitor, partial(monitor.others, in_store=False), once=True)
                 snapshot = state["snapshot"]
             except PeerLostError as error:
                 why = str(error)

@@ -113,7 +113,7 @@ class StateServer(Listener):
 
     def _take(self, coming: _Coming) -> _Kept | None:
         """None: the memory for it is made first."""
-        if not self._replica.engine.exchanges and len(self._monitor.members) > 1:
+        if not self._replica.engine.counts.exchanges and len(self._monitor.members) > 1:
             raise RuntimeError("this worker has not mixed yet")
         # What is in flight, and what edges have learned, is between this worker and others.
         snapshot = {**take(self._replica, settled=False), "compression": {}, "grads": {}}
