@@ -161,7 +161,7 @@ def refuse_hidden_state(optimizers: Sequence[Optimizer], model: nn.Module) -> No
             if found is not None:
                 raise ValueError(
                     f"{type(optimizer).__name__} has stepped parameter '{found}' and keeps the state of it in its attribute "
-                    f"{where}{inner}, where no save finds it: a run would resume without it. Of optimizers inside another, pass "
+                    f"{where}{inner}, where no save finds it: a run would resume without it. Of optimizers in another, pass "
                     "the real ones, gossip(model, [muon, adamw]). Otherwise keep it in self.state[param], or, with "
                     "gossip(), override state_dict() and load_state_dict()."
                 )
