@@ -299,7 +299,7 @@ LINES = {
     "transport": (8826, 3200),
     "engine": (993, 1000),
     "membership": (1731, 1100),
-    "replica": (5691, 2500),
+    "replica": (5683, 2500),
     "backward": (780, 526),  # with _gossip and ddp 1,600
     "checkpoint": (2483, 1900),
     "launch": (932, 500),

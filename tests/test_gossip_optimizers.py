@@ -385,9 +385,7 @@ def gan(critic_steps: int, apart: bool, scaled: bool) -> Script:
 
 SEVERAL: dict[str, Script] = {
     **({"by layers": by_layers} if hasattr(torch.optim, "Muon") else {}),  # torch 2.6 has none
-    "gan": gan(1, apart=False, scaled=False),
     "gan, three critic steps": gan(3, apart=False, scaled=False),
-    "gan, two calls": gan(3, apart=True, scaled=False),
     "gan, scaled": gan(3, apart=False, scaled=True),
     "gan, two calls, one scaler": gan(2, apart=True, scaled=True),
 }
@@ -495,20 +493,6 @@ def looped(model: nn.Module, start: Start, step: Callable[[int], Tensor], optimi
     return [(model, FEW)]
 
 
-def evaluations_in_inference_mode(start: Start, rank: int) -> Ran:
-    """Between a step and the next forward, with BatchNorm's buffers made under inference mode first."""
-    seed_cpu(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    seen = []
-
-    def step(t):
-        with torch.inference_mode():
-            seen.append(float(loss(model.eval(), t, 7)))
-        return loss(model.train(), t, rank)
-
-    return looped(model, start, step)
-
-
 def layers_that_are_dropped(start: Start, rank: int) -> Ran:
     """Each worker drops layers of its own: their parameters have no gradient in that step."""
 
@@ -567,21 +551,6 @@ def gradients_of_meta_learning(start: Start, rank: int) -> Ran:
             p.grad = g
         optimizer.step()
     return [(model, FEW)]
-
-
-def losses_that_are_not_finite(start: Start, rank: int) -> Ran:
-    """All workers leave the same batch out, after its forward."""
-    model = net()
-    optimizer = SGD(model.parameters())
-    start(model, optimizer)
-    for t in range(FEW):
-        value = loss(model, t, rank) * (math.nan if t == 1 else 1.0)
-        if not value.isfinite():
-            continue
-        optimizer.zero_grad()
-        value.backward()
-        optimizer.step()
-    return [(model, FEW - 1)]
 
 
 def networks_that_are_toggled(start: Start, rank: int) -> Ran:
@@ -699,11 +668,9 @@ def restarts_of_low_rank_factors(start: Start, rank: int) -> Ran:
 
 # By the place where it was told of.
 SITUATIONS: dict[str, Script] = {
-    "Lightning-AI/pytorch-lightning#9431": evaluations_in_inference_mode,
     "huggingface/accelerate#1191, pytorch/vision#7722": layers_that_are_dropped,
     "facebookresearch/fairscale#989": sharpness_aware,
     "katerakelly/pytorch-maml#8": gradients_of_meta_learning,
-    "OpenBMB/BMTrain#108": losses_that_are_not_finite,
     "Lightning-AI/pytorch-lightning#20866": networks_that_are_toggled,
     "pytorch/pytorch#47163": strides_of_pointwise_convolutions,
     "pytorch/pytorch#104336": elsewhere_and_back,

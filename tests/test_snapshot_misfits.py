@@ -201,16 +201,15 @@ def test_a_scaler_of_another_run():
             put_back(model.replica, dumb_copy(snapshot))
 
 
-@pytest.mark.parametrize("key", ["scale", "_growth_tracker"])
-def test_a_scaler_with_what_is_no_number(key):
+def test_a_scaler_with_what_is_no_number():
     job = JOBS["scaler"]
     model = trained(job, 3)
     saved = dumb_copy(take(model.replica))
     job.train(model, range(3, 4), 0)
     before = state_of(model)
-    for value in ("x", True, [1.0], *((2.5,) if key in ("growth_interval", "_growth_tracker") else ())):
-        with pytest.raises(ValueError, match=f"GradScaler's '{key}' in the snapshot is .* should be a number like"):
-            put_back(model.replica, changed(saved, f"optim/scaler/{key}", value))
+    for value in ("x", True, [1.0]):
+        with pytest.raises(ValueError, match=r"state of the GradScaler\['scale'\] was saved as"):
+            put_back(model.replica, changed(saved, "optim/scaler/scale", value))
         assert_equal(state_of(model), before)
         assert not model.replica.life.fault
     whole = replace(job, scaled=False).wrap(0, InProcessTransport(), scaler=torch.amp.GradScaler("cpu", init_scale=4))

@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_map
 from decent_dp.engine import Bucket
 from decent_dp.errors import OutOfStepError
 from decent_dp.replica.consistency import call_on_all, worker_counts
+from decent_dp.replica.optimizer_guards import check_alike
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.shards import local, placed, placement
 
@@ -64,9 +65,6 @@ _ENTRIES = ENGINE_ENTRIES | {"parameters", "buffers", "extra_state", "grads"}
 _OF_NODE = ("parameters", "optim", "grads")
 
 _NAMES = {"wrapper": "DecentralizedDataParallel", "gossip": "gossip()"}
-
-# The integers in a GradScaler's state; its other entries are factors.
-_WHOLE = ("growth_interval", "_growth_tracker")
 
 
 def take(replica: Replica, *, settled: bool = True) -> dict[str, Any]:
@@ -368,9 +366,7 @@ def check_scaler_state(scaler: torch.amp.GradScaler | None, saved: Mapping[str, 
     own = scaler.state_dict()
     if saved.keys() != own.keys():
         raise ValueError(f"the GradScaler's state in the snapshot has the entries {sorted(saved)}: it is of another torch")
-    for key, value in saved.items():
-        if type(value) is not int and (type(value) is not float or key in _WHOLE):
-            raise ValueError(f"the GradScaler's '{key}' in the snapshot is {value!r}, and should be a number like {own[key]!r}")
+    check_alike("the state of the GradScaler", saved, own)
 
 
 def first_loss_scale(scaler: torch.amp.GradScaler, device: torch.device) -> None:
