@@ -180,7 +180,7 @@ def test_an_error_about_a_request_is_a_warning(workers):
 
 
 def test_a_status_that_fails_is_one_warning(monkeypatch, caplog):
-    monkeypatch.setattr(publisher_module._Publisher, "_status", fail)
+    monkeypatch.setattr(publisher_module._Publisher, "_count", fail)
     model = alone(net())
     decent_dp.logging.publish(model)
     for t in range(3):

@@ -144,7 +144,7 @@ def wait_for_all(
     """
     futures.wait([agreed], timeout)
     if not agreed.done():
-        missing = transport.missing(name)
+        missing = transport.plane.missing(name)
         some = f"worker{'s' if len(missing) != 1 else ''} {', '.join(map(str, missing))}" if missing else "one of the workers"
         raise errors.PeerTimeoutError(f"{some} {late}")
     return texts_of(transport, agreed, what)

@@ -77,7 +77,7 @@ def finish_together(
             mix_only()
             deadline = time.monotonic() + transport.timeout
         elif time.monotonic() > deadline:
-            missing = transport.missing(f"joined/{number}" if here.done() else name)
+            missing = transport.plane.missing(f"joined/{number}" if here.done() else name)
             names = ", ".join(f"worker {rank}" for rank in missing) or "one of the workers"
             raise PeerTimeoutError(
                 f"{names} not in join(), and no worker has made a round within the process group's timeout of "

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from decent_dp.transport.in_process import InProcessTransport, LocalHub, run_replicas
-from decent_dp.transport.interface import Control, ExchangeRequest, Handle, Transport
-from decent_dp.transport.neighbours import Neighbours, PeerTable
+from decent_dp.transport.interface import Control, ExchangeRequest, Handle, Neighbours, PeerTable, Transport
 from decent_dp.transport.node_group import NodeGroup, inside_ddp, ranks_in
 from decent_dp.transport.peer_errors import is_of_network
 from decent_dp.transport.peers import Replicas

@@ -20,9 +20,8 @@ from torch import Tensor
 from decent_dp.errors import OutOfStepError, PeerLostError, PeerTimeoutError
 from decent_dp.transport.agreement import NO_ROUND, PeerView
 from decent_dp.transport.control_plane import ControlPlane
-from decent_dp.transport.interface import Control, DeferredHandle, Handle
+from decent_dp.transport.interface import Control, DeferredHandle, Handle, Neighbours
 from decent_dp.transport.messages import LARGEST_FRAME
-from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.tree import Tree
 
 __all__ = ["Collectives"]

@@ -57,11 +57,6 @@ class Flow:
         self.dropped = 0
         self.hints = Hints()
 
-    @property
-    def waiting(self) -> bool:
-        """A message waits for others to arrive; if their peer stops, no event tells it."""
-        return self._links.networks[False].waiting
-
     def go_on(self) -> bool:
         """Asks for what may come, and sends what may go, now. Returns whether there is more to send."""
         networks = self._links.networks.values()
@@ -301,11 +296,6 @@ class Flow:
         if end == sending.size and not sending.is_mutual and _is_light(link, sending):
             del link.sendings[sending.key]
             sending.done()
-
-    @staticmethod
-    def is_lent(sending: Sending) -> bool:
-        """Whether libzmq may still read the memory of a message, for a peer that waits for it."""
-        return sending.lent and sending.written > sending.arrived
 
     def cancel(self, link: PeerLink, receiving: Receiving, sending: Sending) -> None:
         """From now on the memory of these messages is the caller's: what is on the way is dropped when it comes."""

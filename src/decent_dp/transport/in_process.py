@@ -22,9 +22,8 @@ from decent_dp.topo import Edge
 from decent_dp.transport.agreement import PeerView
 from decent_dp.transport.collectives import Collectives
 from decent_dp.transport.control_plane import ControlPlane
-from decent_dp.transport.interface import Control, DeferredHandle, ExchangeRequest, Handle, Transport
+from decent_dp.transport.interface import Control, DeferredHandle, ExchangeRequest, Handle, Neighbours, Transport
 from decent_dp.transport.messages import Key
-from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.votes import ExchangeId, Verdict
 
 __all__ = ["InProcessTransport", "LocalHub", "run_replicas"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -18,7 +20,6 @@ from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
 from decent_dp.transport.agreement import NO_ROUND
 from decent_dp.transport.control_plane import ControlPlane
-from decent_dp.transport.neighbours import Neighbours, PeerTable
 from decent_dp.transport.streams import beside
 from decent_dp.transport.votes import ExchangeId, Verdict
 
@@ -29,6 +30,8 @@ __all__ = [
     "ExchangeRequest",
     "Explain",
     "Handle",
+    "Neighbours",
+    "PeerTable",
     "Transport",
     "Verdict",
 ]
@@ -173,6 +176,128 @@ class Control(ABC):
         """
 
 
+class PeerTable:
+    """What an engine asks of the other workers; no call waits for one. Without ``faults=`` each is needed: none is left out."""
+
+    def usable(self, edge: Edge, exchange_id: ExchangeId) -> bool:
+        """Whether this exchange can be started: the other worker gives signs of life, and has not left it out."""
+        return True
+
+    def round_of(self, rank: int) -> int:
+        """The latest round in which a worker is known to be; -1 if nothing is known."""
+        return -1
+
+    def living(self) -> list[int]:
+        """The workers that are connected and give signs of life."""
+        return []
+
+    def has_dropped(self, others: Sequence[int], exchange_id: ExchangeId) -> bool:
+        """Whether one of these workers leaves this exchange out."""
+        return False
+
+    def skip(self, edge: Edge, exchange_id: ExchangeId) -> None:
+        """Tells the other worker that this one leaves an exchange out, and all earlier ones of its bucket that are open."""
+        return
+
+
+class Neighbours(PeerTable, ABC):
+    """The workers that this one is connected to, where faults are tolerated. Returned by ``Transport.tolerate``.
+
+    Without more, the others can neither be late nor come back: threads of one process only end.
+    """
+
+    @abstractmethod
+    def fail(self, error: Exception) -> None:
+        """Something has failed in a thread of this worker, and nobody expects it: the worker can go on no more. For the others
+        it is gone, and ``refuse_failed`` raises from now on. Any thread may call it."""
+
+    @abstractmethod
+    def refuse_failed(self) -> None:
+        """Raises RuntimeError, from the first error, after ``fail`` or an error in the transport's own thread."""
+
+    @property
+    def is_awake(self) -> bool:
+        """False after a stop of this process that was long enough for its edges to become holes, until the others are heard."""
+        return True
+
+    @abstractmethod
+    def silent(self) -> list[int]:
+        """The workers whose edges are holes at present."""
+
+    @abstractmethod
+    def lost(self) -> list[int]:
+        """Those of them that are gone, or have been silent for ``dead_after``."""
+
+    @abstractmethod
+    def ended(self) -> list[int]:
+        """Those of the lost ones whose processes are known to have ended. The others may live, behind a broken network."""
+
+    @abstractmethod
+    def left(self) -> list[int]:
+        """Those of the lost ones that have said that they leave."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Context manager in which this worker makes no rounds: none of its exchanges is to be waited for. It does not nest."""
+        return contextlib.nullcontext()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it is in ``paused()``."""
+        return False
+
+    @abstractmethod
+    def reserve_until(self, seconds: float, least: int) -> int:
+        """Returns a round, after which this worker starts no exchange until ``stop_mixing_after(None)``.
+
+        Args:
+            seconds, least: how far it is ahead of the present round: as many rounds as take so long, or so many.
+        """
+
+    @abstractmethod
+    def stop_mixing_after(self, last: int | None) -> None:
+        """Exchanges of later rounds than this are left out; None: no longer."""
+
+    def enter_epoch(self, number: int) -> None:
+        """This worker knows an epoch; the others learn of it."""
+        return
+
+    def newest_epoch(self) -> int:
+        """The largest number of an epoch that a connected worker knows."""
+        return 0
+
+    def renew(self, rank: int, incarnation: int, start: int) -> None:
+        """Another process is this worker now; nothing, if it is this incarnation already.
+
+        Args:
+            start: its first round. In rounds before nobody meets it.
+        """
+        return
+
+    @property
+    def replaced(self) -> bool:
+        """Whether another process is known to be this worker now."""
+        return False
+
+    def serve(self, answer: Callable[[int, int, bytes], bytes]) -> None:
+        """Requests of other workers are answered from now on, and processes that want to join may connect.
+
+        Args:
+            answer: called with the rank and the incarnation of a process that has proved that it knows the run's secret, and
+                its request; in a thread of its own, one for all. An error is logged, and the answer is empty.
+        """
+        return
+
+    def ask(self, rank: int, incarnation: int, request: bytes) -> Future[bytes]:
+        """The answer of another worker, which is the process of this incarnation, to a request of at most 1 MiB.
+
+        The request is repeated if the connection breaks, so there may be no answer for long. The future has a ConnectionError
+        if the worker cannot be asked.
+        """
+        future: Future[bytes] = Future()
+        future.set_exception(ConnectionError("workers of this kind give each other nothing but exchanges"))
+        return future
+
+
 @dataclass
 class Transport(ABC):
     """How the bytes of one wrapper move.
@@ -241,10 +366,6 @@ class Transport(ABC):
     def is_asked(self, name: str) -> bool:
         """Whether another worker wants all to contribute to an agreement at once."""
         return self.plane.agreements.is_asked(name)
-
-    def missing(self, name: str) -> list[int]:
-        """The workers that an agreement waits for, as far as this one knows."""
-        return self.plane.missing(name)
 
     @abstractmethod
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:

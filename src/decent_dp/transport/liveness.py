@@ -14,7 +14,7 @@ from functools import partial
 
 from decent_dp.topo import Edge
 from decent_dp.transport.handles import Policy, WireHandle
-from decent_dp.transport.neighbours import Neighbours
+from decent_dp.transport.interface import Neighbours
 from decent_dp.transport.peer_link import LinkState, PeerLink
 from decent_dp.transport.sockets import SILENT
 from decent_dp.transport.transfers import PairExchange

@@ -9,8 +9,7 @@ from decent_dp.errors import PeerLostError
 from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
 from decent_dp.transport.control_plane import ControlPlane
-from decent_dp.transport.interface import Control, ExchangeRequest, Handle, Transport
-from decent_dp.transport.neighbours import Neighbours, PeerTable
+from decent_dp.transport.interface import Control, ExchangeRequest, Handle, Neighbours, PeerTable, Transport
 from decent_dp.transport.votes import ExchangeId
 
 __all__ = ["Peers", "Replicas"]

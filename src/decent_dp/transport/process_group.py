@@ -24,10 +24,9 @@ from decent_dp.transport.collectives import Collectives
 from decent_dp.transport.control_plane import ControlPlane
 from decent_dp.transport.hello import Credentials, Identity, password
 from decent_dp.transport.in_process import InProcessTransport
-from decent_dp.transport.interface import Control, ExchangeRequest, Handle, Transport
+from decent_dp.transport.interface import Control, ExchangeRequest, Handle, Neighbours, Transport
 from decent_dp.transport.liveness import HolesAllowed, WireNeighbours
 from decent_dp.transport.nccl import AllReduceGroups, NcclPairs
-from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.peer_errors import Notes, peer_error
 from decent_dp.transport.peers import Peers
 from decent_dp.transport.rendezvous import Communicator, Rendezvous, timeout_of

@@ -105,7 +105,7 @@ class Settlement:
             return
         if link.votes.in_doubt(pair.bucket):
             # The message's memory is the caller's from now on, and the peer must not get what is written there next.
-            if self._flow.is_lent(pair.sending) and link.state is LinkState.OPEN:
+            if pair.sending.is_lent and link.state is LinkState.OPEN:
                 self._lose(link, "a message was given up")
             self.one_sided += 1
             self._say(link, link.votes.revoke(pair.bucket))

@@ -23,10 +23,7 @@ from zmq.utils import z85
 
 from decent_dp.transport.messages import HEADER_BYTES, LARGEST_FRAME
 
-__all__ = ["SILENT", "Curve", "Event", "Socket", "Sockets", "check_pyzmq", "rest_of"]
-
-# The oldest with ``recv_into``. An installation may have been changed after this package's.
-_OLDEST = (26, 4)
+__all__ = ["SILENT", "Curve", "Event", "Socket", "Sockets", "rest_of"]
 
 # zmq's sockets are generic in the type of what they receive.
 ZmqSocket: TypeAlias = Any
@@ -75,14 +72,6 @@ class Curve:
     def create(cls) -> Curve:
         public, secret = zmq.curve_keypair()
         return cls(z85.decode(public), z85.decode(secret))
-
-
-def check_pyzmq() -> None:
-    """Raises ImportError if pyzmq is too old."""
-    if zmq.pyzmq_version_info()[:2] < _OLDEST:
-        raise ImportError(
-            f"decent_dp needs pyzmq 26.4 or newer, and {zmq.__version__} is installed: pip install --upgrade pyzmq"
-        )
 
 
 class Event(NamedTuple):
@@ -212,7 +201,6 @@ class Sockets:
     """
 
     def __init__(self, dead_after: float, password: bytes, *, io_threads: int = 1) -> None:
-        check_pyzmq()
         self.dead_after, self.password = dead_after, password
         most = min(dead_after, _LONGEST_HEARTBEAT)
         self._every, self._answered = most * _EVERY, most * (SILENT - _EVERY)

@@ -72,6 +72,11 @@ class Sending(Message):
     def sendable(self) -> bool:
         return min(self.ready, self.granted) > self.written
 
+    @property
+    def is_lent(self) -> bool:
+        """Whether libzmq may still read its memory, for a peer that waits for it."""
+        return self.lent and self.written > self.arrived
+
 
 @dataclass(eq=False)
 class Receiving(Message):

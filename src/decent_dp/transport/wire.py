@@ -232,7 +232,8 @@ class Wire:
         """Seconds for which nothing is to be done."""
         if self.commands:
             return 0.0
-        if self.flow.waiting or self._closing is not None or self._polling.leaving or self._doorman.busy:
+        # A message may wait for others to arrive; if their peer stops, no event tells it.
+        if self.links.networks[False].waiting or self._closing is not None or self._polling.leaving or self._doorman.busy:
             return _LOOK if self._closing is None else _LOOK / 5
         return max(0.0, min(self._next_beat, self._look_at) - time.monotonic())
 
