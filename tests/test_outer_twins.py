@@ -13,7 +13,7 @@ from torch import nn
 
 from decent_dp.compression import Lossless
 from decent_dp.rules import GASLoC, Gossip, MomentumTracking, OuterNesterov, Rule
-from decent_dp.tools.sim.exchange import SpreadExchange
+from decent_dp.tools.sim.exchange import make_exchanges
 from decent_dp.transport import run_replicas
 from tests.rule_cases import MomentumGossip, Scaled
 from tests.tools.sim_cases import OPTIMIZERS, STEPS, Case, compare, make_topology, train_really
@@ -175,6 +175,6 @@ def _cluster(one: Case, n: int, *, messages: bool) -> Any:
     topology = make_topology(one.topology, n, 0)
     cluster = VirtualCluster(one.make_model(), OPTIMIZERS[one.optimizer], topology, n, **one.both())
     if messages:
-        rule = cluster._exchange._exchanges[0]._rule
-        cluster._exchange = SpreadExchange(cluster._stack.params, cluster.topology, rule, cluster._faults, Messages)
+        rule = cluster._exchanges[0]._rule
+        cluster._exchanges = make_exchanges(cluster._stack.params, cluster.topology, rule, cluster._faults, Messages)
     return cluster

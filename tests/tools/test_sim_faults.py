@@ -218,7 +218,12 @@ def train(events: Events, model: str, optim_fn: Any, **options: Any) -> list[dic
         before = snapshot({name: value[stood] for name, value in still.items()})
         losses = cluster.step(x, y)
         assert all(np.array_equal(value[stood].numpy(), before[name]) for name, value in still.items()), t
-        states = {f"{name} {key}": s for name, state in cluster._exchange.states.items() for key, s in state.items()}
+        states = {
+            f"{name} {key}": s
+            for exchange in cluster._exchanges
+            for name, state in exchange.states.items()
+            for key, s in state.items()
+        }
         found.append(snapshot({**cluster.parameters, **cluster.buffers, **states, "losses": losses}))
         found[-1]["steps"] = np.array(cluster.steps)
     return found
@@ -308,7 +313,7 @@ def test_rules_are_told_once_of_every_round(compression: str | None) -> None:
     for t in range(6):
         happen(cluster, events, t)
         cluster.step(*map(torch.from_numpy, batch(4, t)))
-    states = cluster._exchange.states["weight"]
+    states = cluster._exchanges[0].states["weight"]
     told = {key: tensor.flatten(1)[:, 0].int().tolist() for key, tensor in states.items()}
     assert all(tensor.flatten(1).std(1).max() == 0 for tensor in states.values())
     # Round 1 was in flight when 1 died: 1 and 3 get nothing. Round 2 has a hole at 0, round 3 at 3, and none for 1, which is

@@ -19,7 +19,7 @@ from decent_dp.optim.tracking import FADE_EVERY, rule_for
 from decent_dp.rules import Gossip, MomentumTracking, Rule
 from decent_dp.rules.rule import check_rule
 from decent_dp.tools.sim.absences import RANKS_TYPE, Faults
-from decent_dp.tools.sim.exchange import SpreadExchange
+from decent_dp.tools.sim.exchange import SimulatedExchange, make_exchanges
 from decent_dp.tools.sim.losses import LOSS_FN_TYPE, Gradients, Loop, VectorizedPass
 from decent_dp.tools.sim.stack import Stack
 from decent_dp.tools.sim.steppers import make_stepper
@@ -117,12 +117,12 @@ class VirtualCluster:
         )
         rule = rule_for(check_rule(rule), self._stepper.optimizers)
         # Of the tracked momenta, if they are.
-        self._momenta: SpreadExchange | None = None
+        self._momenta: list[SimulatedExchange] = []
         if isinstance(rule, MomentumTracking):
             momenta = self._stepper.track(rule.momentum)
-            self._momenta = SpreadExchange(momenta, self.topology, Gossip(), self._faults, for_momentum(kind))
+            self._momenta = make_exchanges(momenta, self.topology, Gossip(), self._faults, for_momentum(kind))
         rule = fit_rule(rule, kind, self.topology, narrow=narrow, overlap=overlap)
-        self._exchange = SpreadExchange(self._stack.params, self.topology, rule, self._faults, kind)
+        self._exchanges = make_exchanges(self._stack.params, self.topology, rule, self._faults, kind)
         self._failure: BaseException | None = None
         self.round = 0
 
@@ -174,19 +174,21 @@ class VirtualCluster:
 
     def _update(self, gradients: Gradients) -> None:
         if self._overlap:
-            self._exchange.finish_due(self.round)
-        self._stepper.follow_loads()
+            for exchange in self._exchanges:
+                exchange.finish_due(self.round)
+        for tracking in self._stepper.tracked:
+            tracking.follow_loads()
         self._stepper.step(gradients)
-        if self._overlap and self._momenta is not None:
-            self._momenta.finish_due(self.round)
-        exchanges = [self._exchange] if self._momenta is None else [self._exchange, self._momenta]
-        for exchange in exchanges:
+        if self._overlap:
+            for exchange in self._momenta:
+                exchange.finish_due(self.round)
+        for exchange in (*self._exchanges, *self._momenta):
             exchange.start(self.round)
-        if not self._overlap:
-            for exchange in exchanges:
+            if not self._overlap:
                 exchange.finish()
         if self.round % FADE_EVERY == 0:
-            self._stepper.fade()
+            for tracking in self._stepper.tracked:
+                tracking.fade()
 
     def _check_batch(self, batch: Sequence[Any]) -> None:
         if not batch:
@@ -211,9 +213,8 @@ class VirtualCluster:
             raise TypeError(f"the adaptive factor must be a number in [0, 1], got {factor!r}")
         if not 0.0 <= factor <= 1.0:
             raise ValueError(f"the adaptive factor must be in [0, 1], got {factor!r}")
-        self._exchange.set_factor(float(factor))
-        if self._momenta is not None:
-            self._momenta.set_factor(float(factor))
+        for exchange in (*self._exchanges, *self._momenta):
+            exchange.factor = float(factor)
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
@@ -256,9 +257,10 @@ class VirtualCluster:
 
     def _forget(self) -> None:
         """Other replicas take part: what is in flight of the momenta is dropped, and own momenta start anew."""
-        if self._momenta is not None:
-            self._momenta.drop()
-        self._stepper.forget()
+        for exchange in self._momenta:
+            exchange.drop()
+        for tracking in self._stepper.tracked:
+            tracking.forget()
 
     def cut(self, a: RANKS_TYPE, b: RANKS_TYPE) -> None:
         """From the next step on no replica of ``a`` and no replica of ``b`` reach each other; all train on.
@@ -327,12 +329,12 @@ class VirtualCluster:
         The workers of a pair send one message each; a group of m sends 2 (m - 1) in all, as its sums and means travel along
         trees.
         """
-        return self._exchange.bytes_sent + (0 if self._momenta is None else self._momenta.bytes_sent)
+        return sum(exchange.bytes_sent for exchange in (*self._exchanges, *self._momenta))
 
     @property
     def rejected(self) -> int:
         """Blocks of parameters that were not mixed in a round, as replicas were too far apart for the compression."""
-        return self._exchange.rejected + (0 if self._momenta is None else self._momenta.rejected)
+        return sum(exchange.rejected for exchange in (*self._exchanges, *self._momenta))
 
     def consensus_distance(self) -> float:
         """Root mean square over replicas of the L2 distance to their mean, over the trainable parameters.

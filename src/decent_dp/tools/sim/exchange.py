@@ -28,7 +28,7 @@ from decent_dp.topo import Edge, Topology
 from decent_dp.topo.holes import with_holes
 from decent_dp.topo.schedule import meetings, pull_of, stages_of, turn_of
 
-__all__ = ["CompressedExchange", "LosslessExchange", "SimulatedExchange", "SpreadExchange"]
+__all__ = ["CompressedExchange", "LosslessExchange", "SimulatedExchange", "make_exchanges"]
 
 
 class SimulatedExchange(ABC):
@@ -313,63 +313,15 @@ class CompressedExchange(SimulatedExchange):
 # -- in turns ------------------------------------------------------------------------------------------------------------
 
 
-class SpreadExchange:
-    """The exchanges of all parameters, in turns if there is a ``mix_every``.
-
-    Args:
-        params, topology, rule, faults: as of the exchanges.
-        compression: its class.
-    """
-
-    def __init__(
-        self,
-        params: Mapping[str, Tensor],
-        topology: Topology,
-        rule: Rule,
-        faults: Faults,
-        compression: type[Compression],
-    ) -> None:
-        specs = [TensorSpec.of(name, param.detach()[0]) for name, param in params.items()]
-        turns = [(plan, topology) for plan in plan_buckets(specs, range(len(specs)), math.inf)]
-        if stages_of(topology)[-1].updates > 1:
-            turns = plan_turns(specs, range(len(specs)), math.inf, topology)
-        self._exchanges: list[SimulatedExchange] = []
-        if compression is not Lossless:
-            self._exchanges += [CompressedExchange(params, plan, own, rule, faults, compression) for plan, own in turns]
-            return
-        for plan, own in turns:
-            named = {slot.spec.name: params[slot.spec.name] for slot in plan.slots}
-            self._exchanges.append(LosslessExchange(named, own, rule, faults))
-
-    @property
-    def states(self) -> dict[str, dict[str, Tensor]]:
-        return {name: state for exchange in self._exchanges for name, state in exchange.states.items()}
-
-    @property
-    def bytes_sent(self) -> int:
-        return sum(exchange.bytes_sent for exchange in self._exchanges)
-
-    @property
-    def rejected(self) -> int:
-        return sum(exchange.rejected for exchange in self._exchanges)
-
-    def set_factor(self, factor: float) -> None:
-        """Sets the adaptive factor γ."""
-        for exchange in self._exchanges:
-            exchange.factor = factor
-
-    def start(self, t: int) -> None:
-        for exchange in self._exchanges:
-            exchange.start(t)
-
-    def finish_due(self, t: int) -> None:
-        for exchange in self._exchanges:
-            exchange.finish_due(t)
-
-    def finish(self) -> None:
-        for exchange in self._exchanges:
-            exchange.finish()
-
-    def drop(self) -> None:
-        for exchange in self._exchanges:
-            exchange.drop()
+def make_exchanges(
+    params: Mapping[str, Tensor], topology: Topology, rule: Rule, faults: Faults, compression: type[Compression]
+) -> list[SimulatedExchange]:
+    """The exchange of all parameters; with a ``mix_every`` one for each turn."""
+    specs = [TensorSpec.of(name, param.detach()[0]) for name, param in params.items()]
+    turns = [(plan, topology) for plan in plan_buckets(specs, range(len(specs)), math.inf)]
+    if stages_of(topology)[-1].updates > 1:
+        turns = plan_turns(specs, range(len(specs)), math.inf, topology)
+    if compression is not Lossless:
+        return [CompressedExchange(params, plan, own, rule, faults, compression) for plan, own in turns]
+    named = [({slot.spec.name: params[slot.spec.name] for slot in plan.slots}, own) for plan, own in turns]
+    return [LosslessExchange(some, own, rule, faults) for some, own in named]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decent_dp._checks import check_choice, check_integer, check_number, to_float
+from decent_dp._checks import check_bool, check_choice, check_integer, check_number, to_float
 from decent_dp.compression import check_compression
 from decent_dp.engine import fit_rule
 from decent_dp.optim import GossipAdamW, lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_adamw, optim_fn_adamw
@@ -96,38 +96,26 @@ class Simulation:
         for name in ("n", "local_world_size", "steps", "batch", "mix_every", "eval_every"):
             object.__setattr__(self, name, check_integer(name, getattr(self, name), 1))
         object.__setattr__(self, "seed", check_integer("seed", self.seed, 0))
-        if self.seed >= 2**64:
-            raise ValueError(f"seed must be less than 2**64, got {self.seed}")
         for name in ("overlap", "momentum_tracking"):
-            if getattr(self, name) not in (True, False):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-            object.__setattr__(self, name, bool(getattr(self, name)))
-        hidden: Any = self.hidden
-        if not isinstance(hidden, (tuple, list)):
-            raise TypeError(f"hidden must be the widths of the hidden layers, such as (128, 64), got {hidden!r}")
-        object.__setattr__(self, "hidden", tuple(check_integer("a width of hidden", width, 1) for width in hidden))
-        _check_device(self.device)
+            check_bool(name, getattr(self, name))
+        object.__setattr__(self, "hidden", tuple(check_integer("a width of hidden", width, 1) for width in self.hidden))
         check_choice("data", self.data, DATA)
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        check_choice("schedule", self.schedule, ("cosine", "constant"))
         if self.momentum_tracking and self.optimizer not in _TRACKED:
             raise ValueError(
                 f"momentum tracking is for optimizer='gossip-adamw' or 'momentum', and it is {self.optimizer!r}: use one of "
                 "these, or leave momentum tracking out"
             )
-        check_choice("schedule", self.schedule, ("cosine", "constant"))
-        norm = check_number(
-            "grad_clip_norm", self.grad_clip_norm, "0.0 (no clipping) or a positive norm", at_least=0.0, below=2.0**128
-        )
+        norm = check_number("grad_clip_norm", self.grad_clip_norm, "0.0 (no clipping) or a positive norm", at_least=0.0)
         object.__setattr__(self, "grad_clip_norm", norm)
         if self.lr is not None:
             object.__setattr__(self, "lr", check_number("lr", self.lr, "a positive learning rate", above=0.0, below=2.0**128))
         check_alpha(self.alpha)
         object.__setattr__(self, "alpha", None if self.alpha is None else to_float(self.alpha))
-        kind = check_compression(self.compression)
-        if not isinstance(self.topology, str):
-            raise TypeError(f"topology must be a name, got {self.topology!r}: for a Topology of your own use VirtualCluster")
         made = make_topology(self.topology, local_world_size=self.local_world_size, world_size=self.n, rank=0)
         rule: Rule = MomentumTracking() if self.momentum_tracking else Gossip()
+        kind = check_compression(self.compression)
         fit_rule(rule, kind, Topology.every(made, self.mix_every), narrow=False, overlap=self.overlap)
 
     def to_json(self) -> dict[str, Any]:
@@ -191,21 +179,16 @@ class Result:
         }
 
 
-def _check_device(name: Any) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"device must be the name of a device, 'cpu' or 'cuda', got {name!r}")
-    kind, _, index = name.partition(":")
-    if not (name == "cpu" or (kind == "cuda" and (name == kind or index.isdecimal()))):
-        raise ValueError(f"device must be 'cpu', 'cuda', or a GPU by its number such as 'cuda:1', got {name!r}")
-
-
 def find_device(name: str) -> torch.device:
     """The device of this name.
 
     Raises:
-        ValueError: it is a GPU that this process cannot use.
+        ValueError: it is none, or a GPU that this process cannot use.
     """
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device must be 'cpu', 'cuda', or a GPU by its number such as 'cuda:1', got {name!r}") from None
     if device.type == "cuda":
         number = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= number:

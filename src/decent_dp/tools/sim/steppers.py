@@ -89,21 +89,6 @@ class Stepper(ABC):
     @abstractmethod
     def _stacked_momenta(self) -> dict[str, Tensor]: ...
 
-    def forget(self) -> None:
-        """Called when others take part (``Tracking.forget``)."""
-        for tracking in self.tracked:
-            tracking.forget()
-
-    def fade(self) -> None:
-        """Called at the end of some rounds (``Tracking.fade``)."""
-        for tracking in self.tracked:
-            tracking.fade()
-
-    def follow_loads(self) -> None:
-        """Called before each step (``Tracking.follow_loads``)."""
-        for tracking in self.tracked:
-            tracking.follow_loads()
-
     def catch_up(self, i: int, other: int) -> None:  # noqa: B027
         """Called when replica i is back: its counts become those of a replica that was not away."""
 
