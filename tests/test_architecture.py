@@ -305,7 +305,7 @@ LINES = {
     "launch": (932, 500),
     "logging": (682, 350),
     "integrations": (1848, 1200),
-    "tools": (6501, 4500),
+    "tools": (6423, 4500),
 }
 
 
