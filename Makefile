@@ -101,7 +101,7 @@ workbench: $(VENV)/.installed  ## topologies, simulated learning and predicted s
 holes: $(VENV)/.installed  ## what workers that die cost the others (90 seconds): tables, plot and JSON under docs/results/
 	$(BIN)/python -m benchmarks.holes
 
-figures: $(VENV)/.installed  ## the figures of how-it-works.md, under docs/figures/, and the table of steps of the README
+figures: $(VENV)/.installed  ## the figures of how-it-works.md and watch.md, under docs/figures/
 	$(BIN)/python -m benchmarks.figures
 
 trace: $(VENV)/.installed  ## the profiler's ranges of two updates over fast and slow links (root, iproute2): JSON under benchmarks/results/

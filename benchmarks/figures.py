@@ -1,7 +1,7 @@
-"""The figures of docs/how-it-works.md and docs/watch.md, and the README's table of steps: `make figures`.
+"""The figures of docs/how-it-works.md and docs/watch.md: `make figures`.
 
-The table and the traces come from results of the network lab, and mixing from `decent_dp.topo`. Only the lengths in the
-timeline of one update are made up.
+The traces come from results of the network lab, and mixing from `decent_dp.topo`. The lengths in the timeline of one update are
+made up.
 """
 
 from __future__ import annotations
@@ -17,34 +17,11 @@ from decent_dp.tools.plots import COLOURS
 from decent_dp.topo import BaseTwoTopology, RingTopology
 
 ROOT = Path(__file__).parents[1]
-LAB = ROOT / "benchmarks" / "results" / "8x1-60.json"
 TRACE = ROOT / "benchmarks" / "results" / "trace.json"
 FIGURES = ROOT / "docs" / "figures"
-# The lab's names, and the README's. For 8 workers 'base-2', the default of gossip(), is 'one-peer-exp'.
-SHOWN = {
-    "ddp": "PyTorch DDP",
-    "ours:one-peer-exp": "the default topology",
-    "ours:one-peer-exp:bfloat16": '`compression="bfloat16"`',
-    "ours:one-peer-exp:int8": '`compression="int8"`',
-    "alone": "one worker alone",
-}
 BLACK, BLUE, RED, GREEN, PINK, SKY, ORANGE = COLOURS
 PALE, GREY = "#dbe6f2", "#6f6f6f"
 WIDTH = 5.0  # inches. A page of 360 pixels shows letters of 9 points with 9 pixels
-
-
-def shown_lines(path: Path = LAB) -> list[dict[str, Any]]:
-    lines = {line["contender"]: line for line in json.loads(path.read_text(encoding="utf-8"))["lines"]}
-    return [{**lines[name], "shown": shown} for name, shown in SHOWN.items()]
-
-
-def make_table(lines: Sequence[dict[str, Any]]) -> str:
-    """The table of the README."""
-    rows = [["8 nodes, 60 Mbit/s each", "ms per step", "DDP = 1", "MB sent per step and node"], ["---", *["---:"] * 3]]
-    for line in lines:
-        sent = line["bytes_per_step"] / 1e6
-        rows.append([line["shown"], f"{line['mean_ms']:.0f}", f"{line['to_ddp']:.2f}", f"{sent:.1f}"])
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def new_figure(height: float) -> Any:
@@ -200,7 +177,6 @@ def main() -> None:
         trace = draw_trace(json.loads(TRACE.read_text(encoding="utf-8")))
         for name, figure in {"update": draw_update(), "mixing": draw_mixing(), "trace": trace}.items():
             figure.savefig(FIGURES / f"{name}.svg", metadata={"Date": None})
-    print(make_table(shown_lines()), end="")
 
 
 if __name__ == "__main__":

@@ -18,17 +18,22 @@ from decent_dp.checkpoint import export
 rank, world_size = decent_dp.initialize_dist()
 shards = 2 if world_size % 2 == 0 else 1  # workers per replica: those of a node
 device = "cuda" if torch.cuda.is_available() else "cpu"
-mesh = init_device_mesh(device, (world_size // shards, shards), mesh_dim_names=("replica", "shard"))  # 1
+sizes, names = (world_size // shards, shards), ("replica", "shard")
+mesh = init_device_mesh(device, sizes, mesh_dim_names=names)  # 1
 
 torch.manual_seed(0)
-layers = [nn.Sequential(nn.Linear(16, 64), nn.Tanh()), nn.Sequential(nn.Linear(64, 64), nn.Tanh()), nn.Linear(64, 1)]
+layers = [
+    nn.Sequential(nn.Linear(16, 64), nn.Tanh()),
+    nn.Sequential(nn.Linear(64, 64), nn.Tanh()),
+    nn.Linear(64, 1),
+]
 model = nn.Sequential(*layers).to(device)
 for layer in model:
     fully_shard(layer, mesh=mesh["shard"])  # 2: over the inner dimension alone
 fully_shard(model, mesh=mesh["shard"])
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-replica = decent_dp.gossip(model, optimizer)  # 3: mixes over the outer dimension; nothing else to pass
+replica = decent_dp.gossip(model, optimizer)  # 3: mixes over the outer dimension
 
 torch.manual_seed(rank)  # each worker draws its own data
 for _ in range(60):
@@ -36,14 +41,14 @@ for _ in range(60):
     loss = (model(x) - x.sum(dim=1, keepdim=True)).square().mean()
     optimizer.zero_grad()
     loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm over all shards of the replica
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # over all shards
     optimizer.step()
 
-with replica.averaged(), torch.no_grad():  # 4: on all workers, as a forward gathers the shards
+with replica.averaged(), torch.no_grad():  # 4: on all workers
     x = torch.randn(1000, 16, device=device)
     error = (model(x) - x.sum(dim=1, keepdim=True)).square().mean()
 export(replica, "model.pt")  # 5: the whole mean model, one plain file
 if rank == 0:
-    print(f"replicas: {world_size // shards}, workers of each: {shards}, error of the mean model: {error:.2f}")
+    print(f"{world_size // shards} replicas of {shards} workers, error {error:.2f}")
 replica.close()
 torch.distributed.destroy_process_group()
