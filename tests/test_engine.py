@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 import decent_dp
 from decent_dp import gossip
-from decent_dp.backward.output import tensors_in
 from decent_dp.compression import COMPRESSIONS
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.engine import Bucket, Engine, enter, go_to
@@ -28,6 +27,7 @@ from decent_dp.engine.bucket import InFlight
 from decent_dp.engine.engine import Counts
 from decent_dp.engine.layout import TensorSpec
 from decent_dp.errors import PeerLostError
+from decent_dp.gradients import tensors_in
 from decent_dp.replica.replica import Listener
 from decent_dp.rules import Gossip, OuterNesterov, Round, Rule
 from decent_dp.topo import CompleteTopology, Edge, EveryTopology, RingTopology, SwitchTopology, Topology, make_topology

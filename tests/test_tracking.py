@@ -903,7 +903,7 @@ def test_loaded_momenta_take_the_order_of_memory_of_their_parameters():
         if at.rank == 0:
             optimizer.state[model.weight]["momentum_buffer"] = torch.arange(16.0).view(2, 2, 2, 2)
         replica = gossip(model, optimizer, rule=MomentumTracking(), overlap=False, transport=at)
-        replica.mix_only()
+        replica._mix_only()
         found = [tracked.clone() for _, tracked in replica.momenta._tracked[0].momenta()]
         replica.close()
         return found

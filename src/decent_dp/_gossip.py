@@ -405,29 +405,6 @@ class Gossip(Replica):
         # Where the user has averaged them with DDP, it is not known.
         return self.shares is not None and (self.gradients is None or self.gradients.is_open)
 
-    # -- the mean -----------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def averaged(self, buffers: bool = True) -> Iterator[None]:
-        """Context manager in which every replica is the mean of all, for evaluation and saving. Called by all workers.
-
-        Each replica has its own values again afterwards.
-
-        Args:
-            buffers: whether floating-point buffers (BatchNorm statistics) are means inside, too.
-
-        Raises:
-            OutOfStepError: the workers have made different numbers of rounds; on all of them.
-            NonFiniteError: a replica holds a NaN or an infinity; on all of them.
-        """
-        own = [] if buffers else [(buffer, local(buffer).clone()) for buffer in self.mean.buffers]
-        # All workers average buffers, because `buffers` may differ between them.
-        with super().averaged(buffers):
-            with torch.no_grad():
-                for buffer, value in own:
-                    local(buffer).copy_(value)
-            yield
-
     def average_(self) -> None:
         """Replaces every replica by the mean of all, including floating-point buffers. Called by all workers.
 
@@ -435,11 +412,7 @@ class Gossip(Replica):
             OutOfStepError: the workers have made different numbers of rounds; on all of them.
             NonFiniteError: a replica holds a NaN or an infinity; on all of them.
         """
-        self.begin_collective("average_")
-        counts = self.mean.check_finite("average_")
-        self.invalidate()
-        self.mean.average_(counts)
-        self.engine.renew()
+        self.become_mean("average_")
 
     def flush(self) -> None:
         """Finishes the exchange in flight and mixes it in now, instead of after the next step. Called by all workers.
@@ -540,21 +513,22 @@ class Gossip(Replica):
         for optimizer, saved in zip(self.optimizers, snapshot["optim"]["optimizers"], strict=True):
             load_optimizer(optimizer, self.model, saved, undo)
 
-    def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> list[Bucket]:
+    def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> tuple[list[Bucket], Callable[[], None]]:
         if "optim" in snapshot:  # missing in the result of state_dict(): the user loads the optimizers
             self.load_optimizers(snapshot, undo)
         self.momenta.follow_loads(trusted=True)
-        return self._lay_out()
 
-    def install(self, snapshot: Mapping[str, Any], buckets: list[Bucket]) -> None:
-        self._stepped, self._taken = list(snapshot["stepped"]), bool(snapshot["taken"])
-        if self.gradients is not None:
-            self.gradients.is_open, self.gradients.averaged = bool(snapshot.get("open")), True
-        self._scaled.clear()
-        self._took_step.clear()
-        if "optim" in snapshot and self.scaler is not None:
-            self.scaler.load_state_dict(snapshot["optim"]["scaler"])
-            first_loss_scale(self.scaler, self.parameters.params[0].device)
+        def install() -> None:
+            self._stepped, self._taken = list(snapshot["stepped"]), bool(snapshot["taken"])
+            if self.gradients is not None:
+                self.gradients.is_open, self.gradients.averaged = bool(snapshot.get("open")), True
+            self._scaled.clear()
+            self._took_step.clear()
+            if "optim" in snapshot and self.scaler is not None:
+                self.scaler.load_state_dict(snapshot["optim"]["scaler"])
+                first_loss_scale(self.scaler, self.parameters.params[0].device)
+
+        return self._lay_out(), install
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise TypeError("a Gossip holds connections and cannot be copied: copy the model.")

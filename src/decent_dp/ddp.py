@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -27,10 +27,10 @@ from decent_dp.arguments import (
 from decent_dp.backward.driver import BackwardReplica
 from decent_dp.backward.state_dicts import insert_module
 from decent_dp.backward.units import DeferredList
-from decent_dp.faults import Roster, Tolerate, check_faults
+from decent_dp.faults import Tolerate, check_faults
 from decent_dp.replica.construction import Agreement, Arguments, Settings, workers_per_node
 from decent_dp.replica.live import start_replica
-from decent_dp.replica.replica import Stats
+from decent_dp.replica.replica import Calls, Stats
 from decent_dp.rules import Rule
 from decent_dp.rules.rule import check_rule
 from decent_dp.topo import Topology
@@ -71,7 +71,7 @@ def _warn_once_of_complete() -> None:
     )
 
 
-class DecentralizedDataParallel(nn.Module):
+class DecentralizedDataParallel(Calls, nn.Module):
     """Trains a replica of ``model`` on each worker and mixes parameters with the neighbours of a topology.
 
     Every backward is one update. It mixes in the parameters that the neighbours sent one update ago, applies the gradients
@@ -167,7 +167,7 @@ class DecentralizedDataParallel(nn.Module):
             return BackwardReplica(model, opened, agreed, optim_fn, lr_scheduler_fn, scaler, as_view=as_view)
 
         #: The driver, for the other parts of this library.
-        self.replica = start_replica(model, opened, owned, check, make)
+        self.replica: BackwardReplica = start_replica(model, opened, owned, check, make)
         self.module = model
         self.training = model.training
         # Whether no mean has followed the last ``revert_global_avg``, so that another one has nothing to do.
@@ -272,15 +272,6 @@ class DecentralizedDataParallel(nn.Module):
         """
         self.replica.update()
 
-    @contextlib.contextmanager
-    def join(self) -> Iterator[None]:
-        """Context manager around the loop over the batches, for uneven inputs, on every worker.
-
-        A worker that has run out of batches continues to mix, without steps, until all have. A worker may have no batch.
-        """
-        with self.replica.join():
-            yield
-
     def set_adaptive_factor(self, factor: float) -> None:
         """Sets how far a mix goes, from 0 (none) to 1 (full); must be the same on all workers.
 
@@ -290,13 +281,6 @@ class DecentralizedDataParallel(nn.Module):
         if not 0.0 <= factor <= 1.0:
             raise ValueError(f"the adaptive factor must be in [0, 1], got {factor!r}")
         self.replica.engine.factor = float(factor)
-
-    def close(self) -> None:
-        """Waits for the exchange in flight, drops it, and releases the connections; parameters keep their values.
-
-        May be called again. Afterwards a backward of the model only sets gradients.
-        """
-        self.replica.close()
 
     # -- the mean -----------------------------------------------------------------------------------------------------
 
@@ -312,17 +296,15 @@ class DecentralizedDataParallel(nn.Module):
             OutOfStepError: the workers have made different numbers of updates; on all of them.
             NonFiniteError: a replica holds a NaN or an infinity; on all of them.
         """
-        replica = self.replica
-        replica.begin_collective("global_avg")
-        counts = replica.mean.check_finite("global_avg")
-        self._was_reverted = False
+        replica, mean = self.replica, self.replica.mean
         if will_revert:
-            replica.mean.keep([*replica.parameters.params, *replica.mean.buffers])
+            replica.begin_collective("global_avg")
+            counts = mean.check_finite("global_avg")
+            mean.keep([*replica.parameters.params, *mean.buffers])
+            distances = mean.average_(counts)
         else:
-            replica.invalidate()
-        distances = replica.mean.average_(counts)
-        if not will_revert:
-            replica.engine.renew()
+            distances = replica.become_mean("global_avg")
+        self._was_reverted = False
         return float(sum(float(d) for d in distances) ** 0.5) if return_d2c else None
 
     def revert_global_avg(self) -> None:
@@ -344,53 +326,10 @@ class DecentralizedDataParallel(nn.Module):
             self._was_reverted = True
 
     @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(self) -> Iterator[None]:  # type: ignore[override]  # with or without buffers is an argument of the wrapper
         """Context manager in which every replica is the mean of all, for evaluation. Called by all workers."""
-        with self.replica.averaged():
+        with super().averaged():
             yield
-
-    def due(self, every: int) -> bool:
-        """Whether it is time for a call of all workers: once in ``every`` updates, in the same rounds on all workers.
-
-        Ask after a backward, on every worker. See ``Gossip.due``.
-
-        Raises:
-            ValueError, TypeError: it is no whole number, or less than 1.
-        """
-        return self.replica.due(every)
-
-    @property
-    def roster(self) -> Roster:
-        """Who takes part, and who is left out."""
-        return self.replica.roster
-
-    def on_roster(self, callback: Callable[[Roster, Roster], None]) -> None:
-        """Registers ``callback(old, new)``, which is called before the first round of each new roster, in the training thread.
-
-        Raises:
-            RuntimeError: faults are not tolerated, so that the roster stays as it is.
-        """
-        self.replica.on_roster(callback)
-
-    def consensus_distance(self) -> float:
-        """Returns the root mean square, over workers, of the replicas' L2 distance to their mean. Called by all workers.
-
-        Raises:
-            OutOfStepError: the workers have made different numbers of updates; on all of them.
-        """
-        return self.replica.consensus_distance()
-
-    def gather(self, value: Any) -> dict[int, Any]:
-        """Returns the values of all workers, by rank: for metrics, and to see who takes part. Called by all workers.
-
-        Args:
-            value: what JSON knows: None, a number, a string, or lists and dicts of these.
-
-        Raises:
-            TypeError: it is something else; on all workers.
-            OutOfStepError: the workers have made different numbers of updates; on all of them.
-        """
-        return self.replica.gather(value)
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 
@@ -429,10 +368,6 @@ class DecentralizedDataParallel(nn.Module):
             ValueError: it was saved from other parameters; names the first.
         """
         self.replica.load_optim_state_dict(state_dict)
-
-    def stats(self) -> Stats:
-        """Counters of this worker, cheap enough to read at every step."""
-        return self.replica.stats()
 
     def extra_repr(self) -> str:
         replica = self.replica

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["EndOfBackward", "GradientPolicy"]
+__all__ = ["EndOfBackward", "GradientPolicy", "tensors_in"]
 
 
 class EndOfBackward:
@@ -49,6 +50,21 @@ class EndOfBackward:
         if self._outer is not None:
             self._outer.remove()
             self._outer = None
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """Yields the tensors in lists, tuples, dicts (such as ``ModelOutput``) and dataclasses, as PyTorch DDP does."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from tensors_in(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from tensors_in(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from tensors_in(getattr(output, field.name))
 
 
 class GradientPolicy:

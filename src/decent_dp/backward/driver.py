@@ -11,8 +11,8 @@ import copy
 import enum
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,13 +23,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from decent_dp._sizes import MIB
 from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_scaler, make_optimizer, make_scheduler
-from decent_dp.backward.output import tensors_in
 from decent_dp.backward.scaled import refuse_scaled_loss
 from decent_dp.backward.state_dicts import copy_values, strip_prefix
 from decent_dp.backward.units import DeferredList, Unit
 from decent_dp.engine import Bucket
 from decent_dp.errors import OutOfStepError
-from decent_dp.gradients import EndOfBackward, GradientPolicy
+from decent_dp.gradients import EndOfBackward, GradientPolicy, tensors_in
 from decent_dp.optim.tracking import rule_for
 from decent_dp.replica.consistency import broadcast_object, check_consistency, worker_counts
 from decent_dp.replica.construction import Agreement
@@ -43,7 +42,7 @@ from decent_dp.replica.optimizer_state import (
     load_optim_state,
     refuse_other_kind,
 )
-from decent_dp.replica.replica import Replica, Stats
+from decent_dp.replica.replica import Replica
 from decent_dp.replica.snapshot import check_scaler_state, copied, first_loss_scale
 from decent_dp.transport import Transport
 
@@ -93,6 +92,21 @@ class _Backward:
     def raised(self) -> bool:
         """Whether it has raised: the engine has dropped the end callback without calling it."""
         return self.end() is None
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Buckets with their optimizers, and those of the tracked momenta.
+
+    Attributes:
+        buckets: of the units, and then of the momenta.
+        order: parameter indices in the order from which the buckets were planned; None before the first update.
+    """
+
+    units: list[Unit]
+    momenta: Momenta
+    buckets: list[Bucket]
+    order: list[int] | None
 
 
 class BackwardReplica(Replica):
@@ -153,9 +167,6 @@ class BackwardReplica(Replica):
         self._lock = threading.RLock()
         self._backward: _Backward | None = None
         self.first_order: dict[int, None] = {}
-        # Between prepare_load and install.
-        self._loaded: list[Unit] = []
-        self._loaded_momenta = self.momenta
 
         me = weakref.ref(self)
         untyped: Any = params  # torch does not type its hooks
@@ -307,9 +318,10 @@ class BackwardReplica(Replica):
         begun = self._backward is not None or self.window is not Window.IDLE or self._pending_state is not None
         return super().unused and not begun
 
-    def stats(self) -> Stats:
+    @property
+    def grad_norm(self) -> float | None:
         norm = self.policy.last_norm
-        return replace(super().stats(), grad_norm=None if norm is None else float(norm))
+        return None if norm is None else float(norm)
 
     def _update(self, *, step: bool, keep: bool = False) -> None:
         """Makes a round, in which the optimizers step if ``step``. ``keep``: gradients stay."""
@@ -345,33 +357,37 @@ class BackwardReplica(Replica):
         first: list[int] = broadcast_object(control, rank, list(self.first_order))
         whole = list(dict.fromkeys([*first, *range(len(self.parameters.params))]))
 
-        def make() -> tuple[tuple[list[Unit], Momenta, list[Bucket]], dict[str, Any]]:
+        def make() -> tuple[_Layout, dict[str, Any]]:
             if self._may_be_scaled:
                 refuse_scaled_loss()
-            units = self._lay_out(whole)
-            optimizers = [unit.optimizer for unit in units]
-            options = options_of(optimizers, self.model, [unit.scheduler for unit in units])
-            if self._pending_state is not None:
-                self._load_optim(units, self._pending_state)
-            return (units, *self._lay_out_momenta(units, whole)), {"optimizers": options}
+            signature: dict[str, Any] = {}
 
-        units, momenta, buckets = check_consistency(control, rank, make)
+            def load(optimizers: list[Optimizer], schedulers: list[LRScheduler | None]) -> None:
+                signature["optimizers"] = options_of(optimizers, self.model, schedulers)
+                if self._pending_state is not None:
+                    load_optim_state(optimizers, schedulers, self._names_by_id, self._pending_state)
+
+            return self._lay_out(whole, load), signature
+
+        layout = check_consistency(control, rank, make)
         self._pending_state = None
-        self._use(units, whole, momenta)
-        self.use_buckets([*(unit.bucket for unit in units), *buckets])
+        self._use(layout)
+        self.use_buckets(layout.buckets)
 
-    def _lay_out(self, order: Sequence[int]) -> list[Unit]:
+    def _lay_out(self, order: list[int], load: Callable[[list[Optimizer], list[LRScheduler | None]], None]) -> _Layout:
         """Returns new units; if they are to be views of flat buffers, the parameters are from now on.
 
         Args:
-            order: parameter indices in bucket order.
+            order: parameter indices in bucket order; empty before the first update.
+            load: loads state into the optimizers and schedulers.
 
         Raises:
-            TypeError, ValueError: a factory returns something else than an optimizer or a scheduler of these parameters.
+            TypeError, ValueError: a factory returns something else than an optimizer or a scheduler of these parameters, the
+                momentum of an optimizer is not known, or one asks for the rule that the wrapper was not given.
         """
         specs, params, limit = self.parameters.specs, self.parameters.params, self.settings.bucket_size_in_mb * MIB
-        units: list[Unit] = []
-        for bucket in self.engine.lay_out(specs, params, order, limit, as_view=self._as_view):
+        engine, units = self.engine, list[Unit]()
+        for bucket in engine.lay_out(specs, params, order, limit, as_view=self._as_view) if order else ():
             named = [(slot.spec.name, params[slot.index]) for slot in bucket.buffer.plan.slots]
             optimizer = make_optimizer(self._optim_fn, named)
             tell_replicas([optimizer], self.peers.world_size)
@@ -379,23 +395,15 @@ class BackwardReplica(Replica):
         if any(unit.edit is not None for unit in units):
             rounds = range(min(self.topology.period or 0, _MOST_ROUNDS))
             self.peers.make_groups(edge for t in rounds for edge in self.topology.round(t))
-        return units
-
-    def _lay_out_momenta(self, units: Sequence[Unit], order: Sequence[int]) -> tuple[Momenta, list[Bucket]]:
-        """Returns the tracked momenta of these optimizers, and new buckets for them.
-
-        Raises:
-            ValueError: the momentum of an optimizer is not known, or one asks for the rule that the wrapper was not given.
-        """
-        rule, optimizers = self.engine.rule, [unit.optimizer for unit in units]
-        if rule_for(rule, optimizers) is not rule:
+        optimizers = [unit.optimizer for unit in units]
+        load(optimizers, [unit.scheduler for unit in units])
+        if rule_for(engine.rule, optimizers) is not engine.rule:
             raise ValueError(
                 "GossipAdamW(tracking=True) needs the rule here, too: DecentralizedDataParallel(..., rule=MomentumTracking())."
             )
-        names = dict(zip(map(id, self.parameters.params), self.parameters.names, strict=True))
-        found, limit = Momenta(optimizers, names, rule), self.settings.bucket_size_in_mb * MIB
-        order = order if found.specs else ()
-        return found, self.engine.lay_out(found.specs, found.tensors, order, limit, after=len(units))
+        found = Momenta(optimizers, self._names_by_id, engine.rule)
+        others = engine.lay_out(found.specs, found.tensors, order if found.specs else (), limit, after=len(units))
+        return _Layout(units, found, [*(unit.bucket for unit in units), *others], order or None)
 
     @torch.no_grad()
     def _release(self) -> None:
@@ -408,12 +416,12 @@ class BackwardReplica(Replica):
                 own = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
                 param.data = own.copy_(param.detach())
 
-    def _use(self, units: list[Unit], order: list[int] | None, momenta: Momenta) -> None:
+    def _use(self, layout: _Layout) -> None:
         """Replaces all units."""
-        self.units, self._order, self.momenta = units, order, momenta
-        self.optimizers[:] = [unit.optimizer for unit in units]
-        self.schedulers[:] = [unit.scheduler for unit in units]
-        self.edits = {unit.bucket.number: unit.edit for unit in units}
+        self.units, self.momenta, self._order = layout.units, layout.momenta, layout.order
+        self.optimizers[:] = [unit.optimizer for unit in self.units]
+        self.schedulers[:] = [unit.scheduler for unit in self.units]
+        self.edits = {unit.bucket.number: unit.edit for unit in self.units}
 
     # -- saves and loads ----------------------------------------------------------------------------------------------
 
@@ -426,28 +434,20 @@ class BackwardReplica(Replica):
         if self.steps:
             refuse_hidden_state(self.optimizers, self.model)
         found = self._pending_state or collect_optim_state(self.optimizers, self.schedulers, self._names_by_id)
-        scaler = self.policy.scaler
-        return {**found, "scaler": None if scaler is None else scaler.state_dict(), "round": self.engine.round}
+        return {**found, "scaler": None if self.scaler is None else self.scaler.state_dict(), "round": self.engine.round}
 
     @property
     def _names_by_id(self) -> dict[int, str]:
         return dict(zip(map(id, self.parameters.params), self.parameters.names, strict=True))
 
-    def _load_optim(
-        self, units: Sequence[Unit], saved: dict[str, Any], undo: contextlib.ExitStack | None = None, *, exact: bool = False
-    ) -> None:
-        optimizers, schedulers = [unit.optimizer for unit in units], [unit.scheduler for unit in units]
-        load_optim_state(optimizers, schedulers, self._names_by_id, saved, undo, exact=exact)
-
     def load_optim_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the result of ``optim_state_dict``; before the first update, keeps it until then."""
         self.apply_pending()
         check_optim_state(state_dict, self.parameters.names)
-        scaler = self.policy.scaler
-        if scaler is not None and state_dict.get("scaler"):
-            scaler.load_state_dict(state_dict["scaler"])  # not deferred, because the user scales the next loss with it
+        if self.scaler is not None and state_dict.get("scaler"):
+            self.scaler.load_state_dict(state_dict["scaler"])  # not deferred, because the user scales the next loss with it
         if self.units:
-            self._load_optim(self.units, state_dict)
+            load_optim_state(self.optimizers, self.schedulers, self._names_by_id, state_dict)
         else:
             self._pending_state = state_dict
             self.engine.round = state_dict.get("round", self.engine.round)
@@ -477,7 +477,7 @@ class BackwardReplica(Replica):
         return {
             "optim": self._optim_state(),
             "optimizer": kind_of(self.optimizers),
-            "scheduler": kind_of([scheduler for scheduler in self.schedulers if scheduler is not None]),
+            "scheduler": kind_of(self.schedulers),
             "accumulate": self.accumulate,
             "window": self.window.value,
             "nested": False,
@@ -503,41 +503,46 @@ class BackwardReplica(Replica):
         unknown = [name for name in snapshot["arrived"] if name not in self.parameters.numbers]
         if unknown:
             raise ValueError(f"the snapshot has a gradient of '{unknown[0]}', which is not a trainable parameter of this model")
-        check_scaler_state(self.policy.scaler, snapshot["optim"].get("scaler"))
+        check_scaler_state(self.scaler, snapshot["optim"].get("scaler"))
 
     def load_optimizers(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
-        self._load_optim(self.units, snapshot["optim"], undo, exact=True)
+        load_optim_state(self.optimizers, self.schedulers, self._names_by_id, snapshot["optim"], undo, exact=True)
 
-    def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> list[Bucket]:
+    def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> tuple[list[Bucket], Callable[[], None]]:
         """Calls the factories again, so that a snapshot fits any bucket size."""
-        order, self._loaded = [self.parameters.numbers[name] for name in snapshot["order"] or ()], []
-        if snapshot["order"] is not None:
-            if not self.units:  # present units rebind their parameters themselves
-                undo.callback(self._release)
-            self._loaded = self._lay_out(order)
-            refuse_other_kind("optimizer", snapshot["optimizer"], kind_of([unit.optimizer for unit in self._loaded]))
-            schedulers = [unit.scheduler for unit in self._loaded if unit.scheduler is not None]
-            refuse_other_kind("scheduler", snapshot["scheduler"], kind_of(schedulers))
-            self._load_optim(self._loaded, snapshot["optim"], exact=True)
-        self._loaded_momenta, buckets = self._lay_out_momenta(self._loaded, order)
-        self._loaded_momenta.follow_loads(trusted=True)
-        return [*(unit.bucket for unit in self._loaded), *buckets]
+        numbers, optim = self.parameters.numbers, snapshot["optim"]
+        is_new = snapshot["order"] is None  # saved before the first update
 
-    def install(self, snapshot: Mapping[str, Any], buckets: list[Bucket]) -> None:
-        numbers, order, optim = self.parameters.numbers, snapshot["order"], snapshot["optim"]
-        if self.units and not buckets:
-            self._release()
-        self._use(self._loaded, None if order is None else [numbers[name] for name in order], self._loaded_momenta)
-        self._loaded, self._loaded_momenta = [], Momenta([], {}, self.engine.rule)
-        self._pending_state = None
-        if order is None and optim["param_groups"]:
-            rest = {key: value for key, value in optim.items() if key != "state"}
-            self._pending_state = {**copy.deepcopy(rest), "state": copied(optim["state"])}
-        self.window, self.accumulate = Window(snapshot["window"]), snapshot["accumulate"]
-        self.first_order = {numbers[name]: None for name in snapshot["arrived"]}
-        if (scaler := self.policy.scaler) is not None:
-            scaler.load_state_dict(optim["scaler"])
-            first_loss_scale(scaler, self.parameters.params[0].device)
+        def load(optimizers: list[Optimizer], schedulers: list[LRScheduler | None]) -> None:
+            if not is_new:
+                refuse_other_kind("optimizer", snapshot["optimizer"], kind_of(optimizers))
+                refuse_other_kind(
+                    "scheduler",
+                    snapshot["scheduler"],
+                    kind_of(schedulers),
+                )
+                load_optim_state(optimizers, schedulers, self._names_by_id, optim, exact=True)
+
+        if not is_new and not self.units:  # present units rebind their parameters themselves
+            undo.callback(self._release)
+        layout = self._lay_out([numbers[name] for name in snapshot["order"] or ()], load)
+        layout.momenta.follow_loads(trusted=True)
+
+        def install() -> None:
+            if self.units and is_new:
+                self._release()
+            self._use(layout)
+            self._pending_state = None
+            if is_new and optim["param_groups"]:
+                rest = {key: value for key, value in optim.items() if key != "state"}
+                self._pending_state = {**copy.deepcopy(rest), "state": copied(optim["state"])}
+            self.window, self.accumulate = Window(snapshot["window"]), snapshot["accumulate"]
+            self.first_order = {numbers[name]: None for name in snapshot["arrived"]}
+            if self.scaler is not None:
+                self.scaler.load_state_dict(optim["scaler"])
+                first_loss_scale(self.scaler, self.parameters.params[0].device)
+
+        return layout.buckets, install
 
 
 def _gradient_hook(replica: weakref.ref[BackwardReplica], index: int) -> Callable[[Tensor], None]:

@@ -233,7 +233,7 @@ def refuse_other_kind(what: str, saved: object, own: object) -> None:
 
 def kind_of(objects: Sequence[Any]) -> str | None:
     """Returns the classes of some optimizers or schedulers; None if there are none."""
-    return ", ".join(sorted({type(one).__name__ for one in objects})) or None
+    return ", ".join(sorted({type(one).__name__ for one in objects if one is not None})) or None
 
 
 # -- the optimizers and schedulers of buckets ------------------------------------------------------------------------------

@@ -34,14 +34,14 @@ from decent_dp.replica.mean import Mean
 from decent_dp.replica.module_hooks import HookedModel
 from decent_dp.replica.momenta import Momenta, tell_replicas
 from decent_dp.replica.parameters import Parameters
-from decent_dp.replica.shards import fsdp_modules
+from decent_dp.replica.shards import fsdp_modules, local
 from decent_dp.replica.shares import describe_replica
 from decent_dp.replica.stats import Stats
 from decent_dp.replica.uneven import finish_together
 from decent_dp.topo import schedule
 from decent_dp.transport import Control, NewcomerTransport, Transport
 
-__all__ = ["Listener", "Replica", "Stats"]
+__all__ = ["Calls", "Listener", "Replica", "Stats"]
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,161 @@ class Listener:
         """Called when the replica closes, while its connections still exist."""
 
 
-class Replica(HookedModel):
+class Calls:
+    """The calls that a ``Gossip`` and a wrapper have in common.
+
+    Attributes:
+        replica: the one that trains.
+    """
+
+    replica: Replica
+
+    def close(self) -> None:
+        """Waits for the exchange in flight, drops it, and releases the connections; parameters stay as they are.
+
+        May be called again. The model is on its own after it.
+        """
+        replica = self.replica
+        if replica.life.closed:
+            return
+        if (error := passing_error(replica._handled)) is not None:
+            replica.world.report(f"{type(error).__name__}: {error}")
+        try:
+            with contextlib.ExitStack() as ending:  # from the last line to the first, whatever raises
+                ending.callback(replica.engine.drop)
+                ending.callback(replica.apply_pending)
+                for listener in replica.listeners:
+                    ending.callback(listener.closing)
+        except Exception as error:
+            if replica.life.fault is None:
+                raise
+            # The failed round has raised already. A second error in the caller's `finally` would hide that one.
+            _log.warning("closed after a failed update: %s", error)
+        finally:
+            replica.life.state = State.CLOSED
+            for hook in replica.hooks:
+                hook.remove()
+            tell_replicas(replica.optimizers, 1)
+            replica.momenta.close()
+            replica.mates.close()
+            replica.monitor.close()
+            replica.world.close()
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Context manager around the loop over the batches, for uneven inputs, on every worker.
+
+        A worker that has run out of batches goes on mixing, without steps, until all have. A worker may have no batch.
+        """
+        replica = self.replica
+        if replica.life.joining:
+            raise RuntimeError("join() was entered inside join(): one is enough, around the loop.")
+        replica.apply_pending()
+        replica.life.joining = True
+        try:
+            yield
+            replica.apply_pending()
+            replica._follow_others()
+            replica._has_run_out = True
+            finish_together(replica.world, replica.engine, replica.joins, replica._mix_only, replica._between_looks)
+            replica.joins += 1
+        except Exception as error:
+            replica.world.report(f"{type(error).__name__} in round {replica.engine.round}: {error}")
+            raise
+        finally:
+            replica.life.joining = replica._has_run_out = False
+
+    @contextlib.contextmanager
+    def averaged(self, buffers: bool = True) -> Iterator[None]:
+        """Context manager in which every replica is the mean of all, for evaluation and saving. Called by all workers.
+
+        Each replica has its own values again afterwards.
+
+        Args:
+            buffers: whether floating-point buffers (BatchNorm statistics) are means inside, too.
+
+        Raises:
+            OutOfStepError: the workers have made different numbers of rounds; on all of them.
+            NonFiniteError: a replica holds a NaN or an infinity; on all of them.
+        """
+        replica, mean = self.replica, self.replica.mean
+        replica.begin_collective("averaged")
+        counts = mean.check_finite("averaged", uses_buffers=buffers)
+        own = [] if buffers else [(buffer, local(buffer).clone()) for buffer in mean.buffers]
+        # If some buffers are averaged, all are restored, because `calibrate` changes the others (counters) inside.
+        with mean.preserved([*replica.parameters.params, *(replica.model.buffers() if mean.buffers else ())]):
+            mean.average_(counts)  # all workers average buffers, because `buffers` may differ between them
+            with torch.no_grad():
+                for buffer, value in own:
+                    local(buffer).copy_(value)
+            yield
+
+    def consensus_distance(self) -> float:
+        """Returns the root mean square, over replicas, of their L2 distance to their mean. Called by all workers.
+
+        Raises:
+            OutOfStepError: the workers have made different numbers of updates; on all of them.
+        """
+        replica = self.replica
+        replica.begin_collective("consensus_distance")
+        distance = math.sqrt(replica.mean.mean_square_distance())
+        for listener in list(replica.listeners):
+            listener.measured(distance)
+        return distance
+
+    def gather(self, value: Any) -> dict[int, Any]:
+        """Returns the values of all workers, by rank: for metrics, and to see who takes part. Called by all workers.
+
+        Args:
+            value: what JSON knows: None, a number, a string, or lists and dicts of these.
+
+        Raises:
+            TypeError: it is something else; on all workers.
+        """
+        self.replica.begin_collective("gather")
+        return gather_by_rank(self.replica.world.control, value)
+
+    def due(self, every: int) -> bool:
+        """Whether it is time for a call of all workers: once in ``every`` rounds, in the same rounds on all workers.
+
+        Ask after a step, on every worker. The answer stays the same until the next round. With ``faults`` it holds for a worker
+        that was out for a while or has joined, too: calls that the others have made without it are not due.
+
+        Raises:
+            ValueError, TypeError: ``every`` is no whole number, or less than 1.
+        """
+        replica = self.replica
+        check_integer("every", every, 1, "rounds")
+        replica.apply_pending()
+        if replica.life.before_first_round is not None:
+            return False
+        replica.catch_up()
+        return replica.cadence.is_due(every, replica.engine.round)
+
+    @property
+    def roster(self) -> Roster:
+        """Who takes part, and who is left out."""
+        return self.replica.monitor.roster
+
+    def on_roster(self, callback: Callable[[Roster, Roster], None]) -> None:
+        """Registers ``callback(old, new)``, which is called before the first round of each new roster, in the training thread.
+
+        Raises:
+            RuntimeError: faults are not tolerated, so that the roster stays as it is.
+        """
+        monitor = self.replica.monitor
+        text = "on_roster needs faults=decent_dp.Tolerate(...): without it the workers stay the same."
+        monitor.refuse(RuntimeError(text))
+        monitor.callbacks.append(callback)
+
+    def stats(self) -> Stats:
+        """Counters of this worker, cheap enough to read at every step."""
+        replica, world = self.replica, self.replica.world
+        counts = {**vars(replica.engine.stats()), "one_sided": world.one_sided, "reconnects": world.reconnects}
+        return Stats(updates=replica.steps, rounds=replica.engine.round, grad_norm=replica.grad_norm, **counts)
+
+
+class Replica(Calls, HookedModel):
     """A model, its engine, and rounds.
 
     Args:
@@ -134,6 +288,10 @@ class Replica(HookedModel):
         args = (self.engine, transport, self.monitor.epochs, threading.current_thread())
         self._finalizer = Finalize(self, shut_down, args=args, exitpriority=100)
 
+    @property
+    def replica(self) -> Replica:  # type: ignore[override]  # read-only
+        return self
+
     # -- implemented by drivers ---------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -149,16 +307,15 @@ class Replica(HookedModel):
         """Raises ValueError if a snapshot does not fit this driver; changes nothing."""
 
     @abstractmethod
-    def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> list[Bucket]:
-        """Returns new buckets for a snapshot, and loads everything that the user's objects may refuse; ``undo`` reverts it."""
+    def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> tuple[list[Bucket], Callable[[], None]]:
+        """Returns new buckets for a snapshot, and what loads all entries that are not tensors of the model.
+
+        All that the user's objects may refuse is loaded already; ``undo`` reverts it.
+        """
 
     @abstractmethod
     def load_optimizers(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
         """Loads the state of the optimizers into those that are there; ``undo`` reverts it."""
-
-    @abstractmethod
-    def install(self, snapshot: Mapping[str, Any], buckets: list[Bucket]) -> None:
-        """Replaces the buckets, and loads all entries that are not tensors of the model."""
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
@@ -224,6 +381,11 @@ class Replica(HookedModel):
         return self.engine.nonfinite_in if self.replicas.shards == 1 else self._nonfinite_in
 
     @property
+    def grad_norm(self) -> float | None:
+        """Of the last update before clipping; None without clipping."""
+        return None
+
+    @property
     def has_own_gradients(self) -> bool:
         """Whether gradients are not averaged yet over the workers of a node."""
         return False
@@ -273,22 +435,6 @@ class Replica(HookedModel):
         if self.engine.round > before:
             self.cadence.fall_behind(self.engine.round)
 
-    def due(self, every: int) -> bool:
-        """Whether it is time for a call of all workers: once in ``every`` rounds, in the same rounds on all workers.
-
-        Ask after a step, on every worker. The answer stays the same until the next round. With ``faults`` it holds for a worker
-        that was out for a while or has joined, too: calls that the others have made without it are not due.
-
-        Raises:
-            ValueError, TypeError: ``every`` is no whole number, or less than 1.
-        """
-        check_integer("every", every, 1, "rounds")
-        self.apply_pending()
-        if self.life.before_first_round is not None:
-            return False
-        self.catch_up()
-        return self.cadence.is_due(every, self.engine.round)
-
     def reached_boundary(self) -> None:
         """Notifies the listeners, between two rounds and outside any backward. A worker that is cut off waits here."""
         self._tell_boundary()
@@ -311,29 +457,6 @@ class Replica(HookedModel):
             self.mean.backup, params = None, None
         self.engine.mark_stale(None if params is None else self.parameters.names_of(params))
 
-    @contextlib.contextmanager
-    def join(self) -> Iterator[None]:
-        """Context manager around the loop over the batches, for uneven inputs, on every worker.
-
-        A worker that has run out of batches goes on mixing, without steps, until all have. A worker may have no batch.
-        """
-        if self.life.joining:
-            raise RuntimeError("join() was entered inside join(): one is enough, around the loop.")
-        self.apply_pending()
-        self.life.joining = True
-        try:
-            yield
-            self.apply_pending()
-            self._follow_others()
-            self._has_run_out = True
-            finish_together(self.world, self.engine, self.joins, self._mix_only, self._between_looks)
-            self.joins += 1
-        except Exception as error:
-            self.world.report(f"{type(error).__name__} in round {self.engine.round}: {error}")
-            raise
-        finally:
-            self.life.joining = self._has_run_out = False
-
     def _follow_others(self) -> None:
         """This worker has run out of batches: it follows those of its node that have not."""
 
@@ -341,27 +464,6 @@ class Replica(HookedModel):
         self.mates.refuse_lost()
         self.monitor.look(self.engine.round)
         self._tell_boundary()
-
-    @property
-    def roster(self) -> Roster:
-        """Who takes part, and who is left out."""
-        return self.monitor.roster
-
-    def on_roster(self, callback: Callable[[Roster, Roster], None]) -> None:
-        """Registers ``callback(old, new)``, which is called before the first round of each new roster, in the training thread.
-
-        Raises:
-            RuntimeError: faults are not tolerated, so that the roster stays as it is.
-        """
-        text = "on_roster needs faults=decent_dp.Tolerate(...): without it the workers stay the same."
-        self.monitor.refuse(RuntimeError(text))
-        self.monitor.callbacks.append(callback)
-
-    def stats(self) -> Stats:
-        """Counters of this worker, cheap enough to read at every step."""
-        world, counts = self.world, vars(self.engine.stats())
-        more = {"one_sided": world.one_sided, "reconnects": world.reconnects}
-        return Stats(updates=self.steps, rounds=self.engine.round, grad_norm=None, **counts, **more)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -414,89 +516,24 @@ class Replica(HookedModel):
         """What a framework uses in place of the process group's collectives, which a death breaks; None: it may use those."""
         return self.world.control if self.monitor.tolerates_faults else None
 
-    def close(self) -> None:
-        """Waits for the exchange in flight, drops it, and releases the connections; parameters stay as they are.
-
-        May be called again. The model is on its own after it.
-        """
-        if self.life.closed:
-            return
-        if (error := passing_error(self._handled)) is not None:
-            self.world.report(f"{type(error).__name__}: {error}")
-        try:
-            with contextlib.ExitStack() as ending:  # from the last line to the first, whatever raises
-                ending.callback(self.engine.drop)
-                ending.callback(self.apply_pending)
-                for listener in self.listeners:
-                    ending.callback(listener.closing)
-        except Exception as error:
-            if self.life.fault is None:
-                raise
-            # The failed round has raised already. A second error in the caller's `finally` would hide that one.
-            _log.warning("closed after a failed update: %s", error)
-        finally:
-            self.life.state = State.CLOSED
-            for hook in self.hooks:
-                hook.remove()
-            tell_replicas(self.optimizers, 1)
-            self.momenta.close()
-            self.mates.close()
-            self.monitor.close()
-            self.world.close()
-
     @property
     def unused(self) -> bool:
         """Whether no update was made or begun, so that a newer replica may take the model over."""
         return not (self.engine.round or self.life.fault is not None or self.life.joining) and self.mean.backup is None
 
+    def become_mean(self, what: str) -> list[Tensor]:
+        """The replica becomes the mean of all, for the call ``what`` of all workers. Returns as ``Mean.average_``."""
+        self.begin_collective(what)
+        counts = self.mean.check_finite(what)
+        self.invalidate()
+        distances = self.mean.average_(counts)
+        self.engine.renew()
+        return distances
+
     def supersede(self) -> None:
         """Closes this unused replica, on all workers, because a newer one takes the model over."""
         self.close()
         self.life.state = State.SUPERSEDED
-
-    # -- the mean -----------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def averaged(self, buffers: bool = True) -> Iterator[None]:
-        """Context manager in which every replica is the mean of all. Called by all workers.
-
-        Args:
-            buffers: whether this worker uses the means of buffers.
-
-        Raises:
-            OutOfStepError: the workers have made different numbers of updates; on all of them.
-            NonFiniteError: a replica holds a NaN or an infinity, or a buffer a NaN; on all of them.
-        """
-        self.begin_collective("averaged")
-        counts = self.mean.check_finite("averaged", uses_buffers=buffers)
-        # If some buffers are averaged, all are restored, because `calibrate` changes the others (counters) inside.
-        with self.mean.preserved([*self.parameters.params, *(self.model.buffers() if self.mean.buffers else ())]):
-            self.mean.average_(counts)
-            yield
-
-    def consensus_distance(self) -> float:
-        """Returns the root mean square, over replicas, of their L2 distance to their mean. Called by all workers.
-
-        Raises:
-            OutOfStepError: the workers have made different numbers of updates; on all of them.
-        """
-        self.begin_collective("consensus_distance")
-        distance = math.sqrt(self.mean.mean_square_distance())
-        for listener in list(self.listeners):
-            listener.measured(distance)
-        return distance
-
-    def gather(self, value: Any) -> dict[int, Any]:
-        """Returns the values of all workers, by rank: for metrics, and to see who takes part. Called by all workers.
-
-        Args:
-            value: what JSON knows: None, a number, a string, or lists and dicts of these.
-
-        Raises:
-            TypeError: it is something else; on all workers.
-        """
-        self.begin_collective("gather")
-        return gather_by_rank(self.world.control, value)
 
     # -- saves and loads ----------------------------------------------------------------------------------------------
 

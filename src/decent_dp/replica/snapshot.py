@@ -216,7 +216,7 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None]) 
         call_on_all(control, check)
         _compare(replica, state)
         with contextlib.ExitStack() as undo:
-            buckets = call_on_all(control, lambda: _prepare(replica, state, undo))
+            buckets, install = call_on_all(control, lambda: _prepare(replica, state, undo))
             undo.pop_all()
         engine = replica.engine
         with replica.life.failing():
@@ -224,7 +224,7 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None]) 
             if "parameters" in state:
                 _write(replica, state)
             replica.steps = state["steps"]
-            replica.install(state, buckets)
+            install()
             replica.use_buckets(buckets)
             engine.round, engine.factor = state["round"], state["factor"]
             if not state["rule"]["state"]:
@@ -240,9 +240,9 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None]) 
             _log.warning("an older version has saved this: what was in flight is dropped, which leaves the mean as it is")
 
 
-def _prepare(replica: Replica, state: dict[str, Any], undo: contextlib.ExitStack) -> list[Bucket]:
-    """New buckets. The user's objects load their state here, and may refuse it."""
-    buckets = replica.prepare_load(state, undo)
+def _prepare(replica: Replica, state: dict[str, Any], undo: contextlib.ExitStack) -> tuple[list[Bucket], Callable[[], None]]:
+    """As ``Replica.prepare_load``. The user's objects load their state here, and may refuse it."""
+    buckets, install = replica.prepare_load(state, undo)
     for bucket in buckets:
         if state["rule"]["state"]:
             bucket.load_rule_state(state["rule"]["state"])
@@ -251,7 +251,7 @@ def _prepare(replica: Replica, state: dict[str, Any], undo: contextlib.ExitStack
     for name, value in state.get("extra_state", {}).items():
         undo.callback(modules[name].set_extra_state, copy.deepcopy(modules[name].get_extra_state()))
         modules[name].set_extra_state(copy.deepcopy(value))
-    return buckets
+    return buckets, install
 
 
 def _check(replica: Replica, snapshot: dict[str, Any]) -> None:
