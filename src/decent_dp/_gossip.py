@@ -213,8 +213,7 @@ class Gossip(Replica):
         # Each optimizer's parameters at the call; referenced, so that no other object gets one of their ids.
         self._params_at_call = [params_of(optimizer) for optimizer in self.optimizers]
         self._tell_optimizers(range(self.peers.world_size))
-        names = dict(zip(map(id, self.parameters.params), self.parameters.names, strict=True))
-        self.momenta = Momenta(self.optimizers, names, agreed.rule, self.shares)
+        self.momenta = Momenta(self.optimizers, self.parameters.names_by_id, agreed.rule, self.shares)
         self.use_buckets(self._lay_out())
         self.hooks += [optimizer.register_step_post_hook(self._after_step(i)) for i, optimizer in enumerate(self.optimizers)]
         self.gradients: NodeGradients | None = None

@@ -299,9 +299,7 @@ class DecentralizedDataParallel(Calls, nn.Module):
         replica, mean = self.replica, self.replica.mean
         if will_revert:
             replica.begin_collective("global_avg")
-            counts = mean.check_finite("global_avg")
-            mean.keep([*replica.parameters.params, *mean.buffers])
-            distances = mean.average_(counts)
+            distances = mean.average_("global_avg", keep=[*replica.parameters.params, *mean.buffers])
         else:
             distances = replica.become_mean("global_avg")
         self._was_reverted = False

@@ -365,7 +365,7 @@ class BackwardReplica(Replica):
             def load(optimizers: list[Optimizer], schedulers: list[LRScheduler | None]) -> None:
                 signature["optimizers"] = options_of(optimizers, self.model, schedulers)
                 if self._pending_state is not None:
-                    load_optim_state(optimizers, schedulers, self._names_by_id, self._pending_state)
+                    load_optim_state(optimizers, schedulers, self.parameters.names_by_id, self._pending_state)
 
             return self._lay_out(whole, load), signature
 
@@ -401,7 +401,7 @@ class BackwardReplica(Replica):
             raise ValueError(
                 "GossipAdamW(tracking=True) needs the rule here, too: DecentralizedDataParallel(..., rule=MomentumTracking())."
             )
-        found = Momenta(optimizers, self._names_by_id, engine.rule)
+        found = Momenta(optimizers, self.parameters.names_by_id, engine.rule)
         others = engine.lay_out(found.specs, found.tensors, order if found.specs else (), limit, after=len(units))
         return _Layout(units, found, [*(unit.bucket for unit in units), *others], order or None)
 
@@ -433,12 +433,8 @@ class BackwardReplica(Replica):
     def _optim_state(self) -> dict[str, Any]:
         if self.steps:
             refuse_hidden_state(self.optimizers, self.model)
-        found = self._pending_state or collect_optim_state(self.optimizers, self.schedulers, self._names_by_id)
+        found = self._pending_state or collect_optim_state(self.optimizers, self.schedulers, self.parameters.names_by_id)
         return {**found, "scaler": None if self.scaler is None else self.scaler.state_dict(), "round": self.engine.round}
-
-    @property
-    def _names_by_id(self) -> dict[int, str]:
-        return dict(zip(map(id, self.parameters.params), self.parameters.names, strict=True))
 
     def load_optim_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the result of ``optim_state_dict``; before the first update, keeps it until then."""
@@ -447,7 +443,7 @@ class BackwardReplica(Replica):
         if self.scaler is not None and state_dict.get("scaler"):
             self.scaler.load_state_dict(state_dict["scaler"])  # not deferred, because the user scales the next loss with it
         if self.units:
-            load_optim_state(self.optimizers, self.schedulers, self._names_by_id, state_dict)
+            load_optim_state(self.optimizers, self.schedulers, self.parameters.names_by_id, state_dict)
         else:
             self._pending_state = state_dict
             self.engine.round = state_dict.get("round", self.engine.round)
@@ -506,7 +502,7 @@ class BackwardReplica(Replica):
         check_scaler_state(self.scaler, snapshot["optim"].get("scaler"))
 
     def load_optimizers(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
-        load_optim_state(self.optimizers, self.schedulers, self._names_by_id, snapshot["optim"], undo, exact=True)
+        load_optim_state(self.optimizers, self.schedulers, self.parameters.names_by_id, snapshot["optim"], undo, exact=True)
 
     def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> tuple[list[Bucket], Callable[[], None]]:
         """Calls the factories again, so that a snapshot fits any bucket size."""
@@ -521,7 +517,7 @@ class BackwardReplica(Replica):
                     snapshot["scheduler"],
                     kind_of(schedulers),
                 )
-                load_optim_state(optimizers, schedulers, self._names_by_id, optim, exact=True)
+                load_optim_state(optimizers, schedulers, self.parameters.names_by_id, optim, exact=True)
 
         if not is_new and not self.units:  # present units rebind their parameters themselves
             undo.callback(self._release)

@@ -82,13 +82,12 @@ class AveragedReplica:
         replica = self._replica
         replica.begin_collective("averaged of AveragedReplica")
         self._compare()
-        counts = replica.mean.check_finite("averaged of AveragedReplica", self._averages)
         params = replica.parameters.params
         # Buffers too, because `calibrate` changes them.
         with replica.mean.preserved([*params, *replica.model.buffers()]):
             with torch.no_grad():
                 means = [average.clone() for average in self._averages]
-                replica.mean.average_(counts, means)
+                replica.mean.average_("averaged of AveragedReplica", means)
                 for value, mean in zip(replica.parameters.locate(), means, strict=True):
                     value.copy_(mean)
                 replica.parameters.gather()

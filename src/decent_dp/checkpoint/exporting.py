@@ -208,11 +208,10 @@ def _average_buffers(replica: Replica) -> None:
         if tensor is not None and name not in module._non_persistent_buffers_set and tensor.dtype in FLOAT_DTYPES
     }
     buffers = list(found.values())
-    counts = replica.mean.check_finite("export", [], buffers)
     whole = [buffer for buffer in buffers if not is_sharded(buffer)]
     with torch.no_grad():
         own = [*differing(replica.world.control, whole), *filter(is_sharded, buffers)]
-        replica.mean.average_(counts, [], own)
+        replica.mean.average_("export", [], own)
 
 
 # -- the file ---------------------------------------------------------------------------------------------------------

@@ -71,31 +71,63 @@ class Mean:
     # -- of all replicas ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def check_finite(
+    def average_(
         self,
         what: str,
         params: Sequence[Tensor] | None = None,
         buffers: Sequence[Tensor] | None = None,
         *,
         uses_buffers: bool = True,
-    ) -> bool:
-        """Checks, before a mean over the replicas, that it will be finite. Called by all workers.
+        keep: Iterable[Tensor] = (),
+    ) -> list[Tensor]:
+        """Replaces parameters and buffers by their means; returns the squared distances of the old parameters to theirs.
+
+        Called by all workers. Parts and sharded buffers are averaged over replicas. Each worker has its own copy of any other
+        buffer, so those are averaged over all workers.
 
         Args:
             what: the name of the user's call.
             params, buffers: the tensors that take part in place of the parameters and of ``buffers``. Infinities are allowed
                 in buffers (a best loss so far), and so is a NaN that all workers have.
             uses_buffers: whether this worker uses the means of buffers.
-
-        Returns:
-            Whether this worker's replica is part of the mean.
+            keep: what is backed up, unless there is a backup already.
 
         Raises:
-            NonFiniteError: a replica holds a NaN or an infinity, or a buffer a NaN; on all workers. Where faults are
-                tolerated: each one does.
+            NonFiniteError: a replica holds a NaN or an infinity, or a buffer a NaN; on all workers, and nothing is changed.
+                Where faults are tolerated: each one does.
         """
-        control, params = self._world.control, self._parameters.locate() if params is None else params
-        chosen = set(map(id, self.buffers if buffers is None else buffers))
+        buffers = self.buffers if buffers is None else buffers
+        params = self._parameters.locate() if params is None else params
+        counts = self._check_finite(what, params, buffers, uses_buffers)
+        if self.backup is None and (kept := self._copies(keep)):
+            self.backup = kept
+        parts = [*params, *(local(buffer) for buffer in buffers if is_sharded(buffer))]
+        tensors = [*parts, *(buffer for buffer in buffers if not is_sharded(buffer))]
+
+        def average(tensors: Sequence[Tensor], counts: bool | None) -> list[Tensor]:
+            of_replica, of_worker = self._weights_if(counts)
+            distances = average_(self._control_of_part(), tensors[: len(parts)], of_replica)
+            average_(self._world.control, tensors[len(parts) :], of_worker)
+            return distances[: len(params)]
+
+        def average_copies() -> tuple[list[Tensor], list[Tensor]]:
+            copies = [tensor.clone() for tensor in tensors]
+            return copies, average(copies, counts)
+
+        if self._needs_all:
+            distances = average(tensors, None)
+            self._parameters.gather()
+            return distances
+        copies, distances = self._among_whole_replicas(average_copies)
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.copy_(copy)
+        self._parameters.gather()
+        return distances
+
+    def _check_finite(self, what: str, params: Sequence[Tensor], buffers: Sequence[Tensor], uses_buffers: bool) -> bool:
+        """Returns whether this worker's replica is part of the mean."""
+        control = self._world.control
+        chosen = set(map(id, buffers))
         named = [(name, local(buffer)) for name, buffer in self._model.named_buffers() if id(buffer) in chosen]
         param = next(
             (name for name, t in zip(self._parameters.names, params, strict=False) if not all_finite(t.detach())), None
@@ -127,43 +159,6 @@ class Mean:
             self._members.refuse(error)
             _log.warning("%s is without the replicas of workers %s, which hold a NaN or an infinity", what, list(problems))
         return number_of[self._world.rank] not in bad
-
-    @torch.no_grad()
-    def average_(
-        self, counts: bool, params: Sequence[Tensor] | None = None, buffers: Sequence[Tensor] | None = None
-    ) -> list[Tensor]:
-        """Replaces parameters and buffers by their means; returns the squared distances of the old parameters to theirs.
-
-        Parts and sharded buffers are averaged over replicas. Each worker has its own copy of any other buffer, so those are
-        averaged over all workers.
-
-        Args:
-            counts: as ``check_finite`` returns it. ``params``, ``buffers``: as there.
-        """
-        buffers = self.buffers if buffers is None else buffers
-        params = self._parameters.locate() if params is None else params
-        parts = [*params, *(local(buffer) for buffer in buffers if is_sharded(buffer))]
-        tensors = [*parts, *(buffer for buffer in buffers if not is_sharded(buffer))]
-
-        def average(tensors: Sequence[Tensor], counts: bool | None) -> list[Tensor]:
-            of_replica, of_worker = self._weights_if(counts)
-            distances = average_(self._control_of_part(), tensors[: len(parts)], of_replica)
-            average_(self._world.control, tensors[len(parts) :], of_worker)
-            return distances[: len(params)]
-
-        def average_copies() -> tuple[list[Tensor], list[Tensor]]:
-            copies = [tensor.clone() for tensor in tensors]
-            return copies, average(copies, counts)
-
-        if self._needs_all:
-            distances = average(tensors, None)
-            self._parameters.gather()
-            return distances
-        copies, distances = self._among_whole_replicas(average_copies)
-        for tensor, copy in zip(tensors, copies, strict=True):
-            tensor.copy_(copy)
-        self._parameters.gather()
-        return distances
 
     @torch.no_grad()
     def mean_square_distance(self) -> float:
@@ -209,11 +204,6 @@ class Mean:
                 return result
 
     # -- the replica's own values -------------------------------------------------------------------------------------
-
-    def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Backs up ``tensors``, unless there is a backup already."""
-        if self.backup is None:
-            self.backup = self._copies(tensors)
 
     @torch.no_grad()
     def revert(self) -> None:

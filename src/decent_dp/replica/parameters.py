@@ -20,7 +20,7 @@ class Parameters:
         names: in registration order; a tied parameter has one name.
         params: the parameters.
         tensors: the parameters, or their local shards, or this worker's shares of them, as of the last ``locate``.
-        numbers: the index of each name in ``names``.
+        numbers: the index of each name in ``names``. ``names_by_id``: the name of each parameter by its id.
         specs: of ``tensors`` at construction.
     """
 
@@ -38,7 +38,7 @@ class Parameters:
         named = zip(self.names, self.tensors, self.params, strict=True)
         self.specs = [TensorSpec.of(name, tensor, param.numel()) for name, tensor, param in named]
         self._looks = [(spec.shape, spec.dtype, spec.device) for spec in self.specs]
-        self._names_by_id = {id(param): name for name, param in trained}
+        self.names_by_id = {id(param): name for name, param in trained}
         self._frozen = [param for param in self._at_construction.values() if not param.requires_grad]
         self._present = list(_parameters(model))  # referenced, so that no other object gets one of their ids
         self._present_ids = list(map(id, self._present))
@@ -105,7 +105,7 @@ class Parameters:
 
     def names_of(self, params: Iterable[Tensor]) -> list[str]:
         """Returns the names of those of ``params`` that are trainable parameters of this model."""
-        return [self._names_by_id[id(param)] for param in params if id(param) in self._names_by_id]
+        return [self.names_by_id[id(param)] for param in params if id(param) in self.names_by_id]
 
 
 def _parameters(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -141,11 +141,11 @@ class Calls:
         """
         replica, mean = self.replica, self.replica.mean
         replica.begin_collective("averaged")
-        counts = mean.check_finite("averaged", uses_buffers=buffers)
         own = [] if buffers else [(buffer, local(buffer).clone()) for buffer in mean.buffers]
         # If some buffers are averaged, all are restored, because `calibrate` changes the others (counters) inside.
         with mean.preserved([*replica.parameters.params, *(replica.model.buffers() if mean.buffers else ())]):
-            mean.average_(counts)  # all workers average buffers, because `buffers` may differ between them
+            # All workers average buffers, because `buffers` may differ between them.
+            mean.average_("averaged", uses_buffers=buffers)
             with torch.no_grad():
                 for buffer, value in own:
                     local(buffer).copy_(value)
@@ -524,9 +524,8 @@ class Replica(Calls, HookedModel):
     def become_mean(self, what: str) -> list[Tensor]:
         """The replica becomes the mean of all, for the call ``what`` of all workers. Returns as ``Mean.average_``."""
         self.begin_collective(what)
-        counts = self.mean.check_finite(what)
+        distances = self.mean.average_(what)
         self.invalidate()
-        distances = self.mean.average_(counts)
         self.engine.renew()
         return distances
 
