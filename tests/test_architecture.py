@@ -299,8 +299,8 @@ LINES = {
     "transport": (8789, 3200),
     "engine": (993, 1000),
     "membership": (1731, 1100),
-    "replica": (5683, 2500),
-    "backward": (780, 526),  # with _gossip and ddp 1,600
+    "replica": (5709, 2500),
+    "backward": (755, 526),  # with _gossip and ddp 1,600
     "checkpoint": (2483, 1900),
     "launch": (932, 500),
     "logging": (682, 350),
@@ -333,15 +333,15 @@ def test_no_file_or_class_has_the_name_of_another():
 # Classes with more than 12 public methods or 15 attributes, and how many: the list only shrinks.
 MOST_METHODS, MOST_ATTRIBUTES = 12, 15
 LARGE: dict[str, tuple[int, int]] = {
-    "_gossip.py:Gossip": (15, 12),
-    "backward/driver.py:BackwardReplica": (16, 22),
+    "_gossip.py:Gossip": (13, 12),
+    "backward/driver.py:BackwardReplica": (15, 20),
     "compression/codec.py:Compression": (17, 12),
     "compression/low_rank.py:LowRank": (13, 17),
-    "ddp.py:DecentralizedDataParallel": (29, 6),
+    "ddp.py:DecentralizedDataParallel": (21, 6),
     "integrations/_lightning_survivors.py:LightningOverSurvivors": (14, 2),
     "integrations/lightning.py:GossipStrategy": (22, 9),
     "membership/epochs.py:Epochs": (16, 32),
-    "replica/replica.py:Replica": (29, 30),
+    "replica/replica.py:Replica": (22, 30),
     "tools/sim/cluster.py:VirtualCluster": (18, 11),
     "tools/sim/experiment.py:Simulation": (1, 19),
     "transport/interface.py:Neighbours": (17, 0),
