@@ -301,7 +301,7 @@ LINES = {
     "membership": (1731, 1100),
     "replica": (5709, 2500),
     "backward": (755, 526),  # with _gossip and ddp 1,600
-    "checkpoint": (2483, 1900),
+    "checkpoint": (2463, 1900),
     "launch": (932, 500),
     "logging": (682, 350),
     "integrations": (1848, 1200),

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from decent_dp.checkpoint.saver import Trained, replica_of
-from decent_dp.errors import DisagreementError, OutOfStepError
+from decent_dp.errors import OutOfStepError
+from decent_dp.replica.consistency import check_consistency, worker_counts
 
 __all__ = ["AveragedReplica"]
 
@@ -127,19 +128,14 @@ class AveragedReplica:
         self.updates = int(state_dict["updates"])
 
     def _compare(self) -> None:
-        control = self._replica.world.control
-        found, first = control.gather([self.updates, self.decay]), control.ranks[0]
-        for rank, (updates, decay) in zip(control.ranks, found, strict=True):
-            if decay != found[0][1]:
-                raise DisagreementError(
-                    f"the decay of AveragedReplica is {found[0][1]!r} on worker {first} and {decay!r} on worker {rank}: pass "
-                    "the same on every worker"
+        control, own = self._replica.world.control, {"the decay of AveragedReplica": self.decay}
+        check_consistency(control, self._replica.world.rank, lambda: (None, {"settings": own}))
+        if len(set(found := control.gather(self.updates))) > 1:
+            counts = worker_counts(found, control.ranks)
+            self._replica.monitor.refuse(
+                OutOfStepError(
+                    f"AveragedReplica has averaged different numbers of updates ({counts}): call its update() on every worker, "
+                    "after the same updates of the model. With uneven inputs, where workers run out in join(), call it once "
+                    "after each join() instead."
                 )
-            if updates != found[0][0]:
-                self._replica.monitor.refuse(
-                    OutOfStepError(
-                        f"AveragedReplica has averaged {found[0][0]} updates on worker {first} and {updates} on worker {rank}: "
-                        "call its update() on every worker, after the same updates of the model. With uneven inputs, where "
-                        "workers run out in join(), call it once after each join() instead."
-                    )
-                )
+            )

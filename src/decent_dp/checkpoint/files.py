@@ -165,16 +165,13 @@ class Shard(contextlib.AbstractContextManager["Shard"]):
     Args:
         rank: the worker that it must be of.
 
-    Attributes:
-        identity: numbers that are equal for two workers if they see the same file, also over a network.
-
     Raises:
         CheckpointError: it is missing, cut off, not a plain file or not a shard, or of another worker; names it.
     """
 
     def __init__(self, file: Path, rank: int) -> None:
         self.file = file
-        self.identity: list[int] = self._read("it cannot be looked at", self._identify)
+        self._read("it cannot be looked at", lambda: _open_plain(file).close())
         # Not mapped into memory: a page of a file that another process removes would end this one.
         self._opened = self._read("its header is broken, or it was cut off", lambda: safe_open(file, "pt", backend="pread"))
         try:
@@ -183,11 +180,6 @@ class Shard(contextlib.AbstractContextManager["Shard"]):
         except BaseException:
             self.__exit__()
             raise
-
-    def _identify(self) -> list[int]:
-        with _open_plain(self.file) as opened:
-            found = os.fstat(opened.fileno())
-        return [found.st_ino, found.st_ctime_ns, found.st_size]
 
     def _record(self, rank: int) -> Record:
         try:

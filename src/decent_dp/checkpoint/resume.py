@@ -26,6 +26,7 @@ from decent_dp.replica.replica import Replica
 from decent_dp.replica.shards import mesh_of
 from decent_dp.replica.snapshot import begin_load, completed, put_back
 from decent_dp.serialization import loaded
+from decent_dp.transport import Control
 
 __all__ = ["latest", "load", "read_parameters"]
 
@@ -94,7 +95,7 @@ def load(
     step = root / chosen[0]
     with contextlib.ExitStack() as opened:
         shards, same = call_on_all(control, lambda: _open(step, rank, replica, resize, opened))
-        _verify(replica, step, shards, chosen[1])
+        _verify(control, step, shards, chosen[1])
         tree = call_on_all(control, lambda: _resumed(shards[0], replica) if same else combined(shards))
         if len(shards[0].record.workers[0]) != replica.replicas.shards:
             tree["snapshot"]["rule"]["state"] = {}  # that of other shares: it starts anew
@@ -243,21 +244,14 @@ def _check_record(step: Path, record: Record, replica: Replica, resize: str | No
         )
 
 
-def _verify(replica: Replica, step: Path, shards: Sequence[Shard], saved: int) -> None:
-    """Checks the shards that this worker reads. One that several workers see is read whole by one of them only."""
-    control, rank = replica.world.control, replica.world.rank
-    gathered = control.gather([[_seen(shard), shard.identity] for shard in shards])
-    all_ = [(reader, seen, identity) for reader, own in zip(control.ranks, gathered, strict=True) for seen, identity in own]
-    _check_alike(step, saved, [(reader, seen) for reader, seen, _ in all_])
-    readers: dict[tuple[Any, ...], list[int]] = {}
-    for reader, (number, *_), identity in all_:
-        readers.setdefault((number, *identity), []).append(reader)
+def _verify(control: Control, step: Path, shards: Sequence[Shard], saved: int) -> None:
+    """Checks the shards that this worker reads, and that all workers read those of one checkpoint."""
+    gathered = control.gather([_seen(shard) for shard in shards])
+    _check_alike(step, saved, [(rank, seen) for rank, own in zip(control.ranks, gathered, strict=True) for seen in own])
 
     def verify() -> None:
         for shard in shards:
-            key = (shard.record.rank, *shard.identity)
-            if readers[key][key[0] % len(readers[key])] == rank:
-                shard.verify()
+            shard.verify()
 
     call_on_all(control, verify)
 
