@@ -64,12 +64,13 @@ PARTS: list[tuple[str, list[Any]]] = [
         ],
     ),
     ("The wrapper", [decent_dp.DecentralizedDataParallel]),
-    ("The simulator", [sim.VirtualCluster, sim.dirichlet_split]),
+    ("The simulator", [sim.VirtualCluster]),
 ]
 # What the wrapper and the simulator share with gossip() is described there, unless its default is another one.
 SHARE = (decent_dp.DecentralizedDataParallel, sim.VirtualCluster)
 # The methods of these classes that users call; of others all, but for those of NO_METHODS, which this library calls.
 METHODS: dict[type, str] = {
+    sim.VirtualCluster: "step kill revive cut heal alive consensus_distance mean_model replica_model",
     decent_dp.Gossip: "averaged average_ consensus_distance gather due roster on_roster stats no_sync join flush state_dict "
     "load_state_dict close",
     decent_dp.DecentralizedDataParallel: "state_dict load_state_dict zero_grad set_accumulate_grad no_sync update join "
