@@ -54,23 +54,6 @@ class _Kept:
     is_finite: bool | None = None
 
 
-@dataclass
-class _Coming:
-    """A copy that is to be made.
-
-    Attributes:
-        asked: when each that waits for it has asked last.
-        memory: for it; None: nobody makes it yet.
-    """
-
-    asked: dict[Asker, float]
-    memory: Future[HostMemory] | None = None
-
-    @property
-    def is_making(self) -> bool:
-        return self.memory is not None and not self.memory.done()
-
-
 class StateServer(Listener):
     """Answers the requests of joiners, and of members that heal, in one thread (``answer``); takes copies between rounds.
 
@@ -79,10 +62,11 @@ class StateServer(Listener):
 
     def __init__(self, replica: Replica, monitor: MembershipMonitor) -> None:
         self._replica, self._monitor = replica, monitor
-        # All are changed under the lock: the next copy, if one is wanted, and why there is none for some; copies by name; the
-        # seats that are wanted, and when they were last asked for.
-        self._coming: _Coming | None = None
-        self._refusals: dict[Asker, str] = {}
+        # All are changed under the lock: when those that want a copy have asked last, memory for it, and why there is none;
+        # copies by name; the seats that are wanted, and when they were last asked for.
+        self._wanting: dict[Asker, float] = {}
+        self._memory: Future[HostMemory] | None = None
+        self._refusal = ""
         self._copies: dict[str, _Kept] = {}
         self._seats: dict[Asker, tuple[Seats, float]] = {}
         self._lock = threading.Lock()
@@ -93,25 +77,24 @@ class StateServer(Listener):
     # -- in the training thread ---------------------------------------------------------------------------------------
 
     def reached_boundary(self) -> None:
-        if not (self._coming or self._copies or self._seats):
+        if not (self._wanting or self._copies or self._seats):
             return
         with self._lock:
             self._drop_old()
-            coming = self._coming
-        if coming is None or coming.is_making:
+        if not self._wanting or (self._memory is not None and not self._memory.done()):
             return
+        kept, refusal = None, ""
         try:
-            kept = self._take(coming)
+            kept = self._take()
         except Exception as error:  # training continues
-            with self._lock:
-                self._refusals.update(dict.fromkeys(coming.asked, str(error)))
-                self._coming = None
-        else:
+            refusal = str(error)
+        with self._lock:
             if kept is not None:
-                with self._lock:
-                    self._copies[kept.copy.name], self._coming = kept, None
+                self._copies[kept.copy.name], kept.asked = kept, self._wanting
+            if kept is not None or refusal:
+                self._wanting, self._memory, self._refusal = {}, None, refusal
 
-    def _take(self, coming: _Coming) -> _Kept | None:
+    def _take(self) -> _Kept | None:
         """None: the memory for it is made first."""
         if not self._replica.engine.counts.exchanges and len(self._monitor.members) > 1:
             raise RuntimeError("this worker has not mixed yet")
@@ -120,15 +103,15 @@ class StateServer(Listener):
         bucket, epochs = self._replica.engine.first_bucket, self._monitor.epochs
         known = None if epochs is None else epochs.known
         text, tensors = encode({"first_bucket": bucket, "epoch": known, "snapshot": snapshot})
-        if coming.memory is None:
-            coming.memory = self._maker.submit(HostMemory.reserved, HostMemory.sizes(tensors))
+        if self._memory is None:
+            self._memory = self._maker.submit(HostMemory.reserved, HostMemory.sizes(tensors))
             return None
-        staged = coming.memory.result().copy(tensors)
-        return _Kept(StateCopy(text, staged.tensors), staged, time.monotonic(), bucket, coming.asked)
+        staged = self._memory.result().copy(tensors)
+        return _Kept(StateCopy(text, staged.tensors), staged, time.monotonic(), bucket, {})
 
     def closing(self) -> None:
         with self._lock:
-            self._coming, self._copies, self._has_ended = None, {}, True
+            self._wanting, self._copies, self._has_ended = {}, {}, True
         self._maker.shutdown()  # a thread in torch must not come back while the process exits
 
     # -- in the thread that answers -----------------------------------------------------------------------------------
@@ -148,17 +131,17 @@ class StateServer(Listener):
         now = time.monotonic()
         with self._lock:
             self._drop_old()
-            if asker in self._refusals:
-                raise RuntimeError(self._refusals.pop(asker))
+            if self._refusal:
+                refusal, self._refusal = self._refusal, ""
+                raise RuntimeError(refusal)
             kept = self._find(name)
             if kept is None:
                 if self._has_ended:
                     raise RuntimeError("this worker has ended")
                 if self._monitor.neighbours.is_paused:  # there is no boundary in a call of all, or while it heals
                     raise RuntimeError("it waits for others")
-                self._coming = self._coming or _Coming({})
-                self._coming.asked[asker] = now
-                return pack_message({"wait": "it is in a step", "copies": self._coming.memory is not None})
+                self._wanting[asker] = now
+                return pack_message({"wait": "it is in a step", "copies": self._memory is not None})
             kept.asked[asker] = now
         self._check(kept)
         size = kept.copy.size
@@ -202,10 +185,6 @@ class StateServer(Listener):
         self._copies = {
             name: kept for name, kept in self._copies.items() if any(now - at < seconds for at in kept.asked.values())
         }
-        coming = self._coming
-        # While memory is made for it it stays: there could be a second one.
-        if coming is not None and not coming.is_making and all(now - at >= seconds for at in coming.asked.values()):
-            self._coming = None
         for asker in [asker for asker, (_, at) in self._seats.items() if now - at > _ENDED]:
             seats, _ = self._seats.pop(asker)
             if self._monitor.epochs is not None:
