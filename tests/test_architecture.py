@@ -304,7 +304,7 @@ LINES = {
     "checkpoint": (2463, 1900),
     "launch": (932, 500),
     "logging": (682, 350),
-    "integrations": (1848, 1200),
+    "integrations": (1834, 1200),
     "tools": (6423, 4500),
 }
 
@@ -338,7 +338,7 @@ LARGE: dict[str, tuple[int, int]] = {
     "compression/codec.py:Compression": (17, 12),
     "compression/low_rank.py:LowRank": (13, 17),
     "ddp.py:DecentralizedDataParallel": (21, 6),
-    "integrations/_lightning_survivors.py:LightningOverSurvivors": (14, 2),
+    "integrations/_lightning_common.py:LightningOverSurvivors": (14, 2),
     "integrations/lightning.py:GossipStrategy": (22, 9),
     "membership/epochs.py:Epochs": (16, 32),
     "replica/replica.py:Replica": (22, 30),

@@ -225,6 +225,7 @@ def _pipe(file: Path) -> None:
         (_link, "it is not a plain file"),
         (_folder, "it is not a plain file"),
         (_pipe, "it is not a plain file"),
+        (lambda file: save_file(load_file(file), file), "it is not a shard of a checkpoint"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path, break_it, cause):

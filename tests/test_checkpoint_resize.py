@@ -278,11 +278,6 @@ def test_only_optimizers_count_in_floats(tmp_path):
     assert exactly(made["snapshot"]["optim"]["state"]["w"], {"step": torch.tensor(2.0), "last_epoch": torch.tensor([2.0])})
 
 
-def test_plain_numbers_lose_nothing_on_the_way(tmp_path):
-    made = mean_of(tmp_path, [state(factor=x) for x in (1e16, 1.0, -1e16)])
-    assert made["snapshot"]["factor"] == 1 / 3
-
-
 @given(st.lists(st.floats(-1e300, 1e300), min_size=2, max_size=6), st.lists(st.integers(), min_size=2, max_size=6))
 @settings(max_examples=30, derandomize=True)
 def test_means_of_plain_numbers(tmp_path_factory, floats, whole):
@@ -427,14 +422,6 @@ def test_from_n_to_m(tmp_path, n, m, how):
                 assert exactly(tree["snapshot"], trees[group[0]]["snapshot"])
 
 
-def test_the_mean_keeps_the_mean(tmp_path):
-    """Any dealing of 6 replicas to 3 workers keeps their mean, in float64."""
-    weights = [torch.randn(50, dtype=torch.float64) for _ in range(6)]
-    with saved(tmp_path, [state(parameters={"w": w}) for w in weights]) as readers:
-        dealt = [combined([readers[j] for j in sources(6, i, 3, "spread")])["snapshot"]["parameters"]["w"] for i in range(3)]
-    np.testing.assert_allclose(torch.stack(dealt).mean(0).numpy(), torch.stack(weights).mean(0).numpy(), rtol=1e-13, atol=1e-15)
-
-
 def test_one_tensor_of_one_worker_at_a_time(tmp_path, monkeypatch):
     n, size = 6, 1000
     trees = [state(parameters={f"w{k}": torch.randn(size) for k in range(5)}) for _ in range(n)]
@@ -577,27 +564,3 @@ def test_runs_of_another_size_start_from_numpys_means(tmp_path, how, sizes):
                 assert np.all(np.abs(got.double().numpy() - expected) <= 0.51 * ulp), key
         ema = np.mean([2 * before[j]["wide.weight"].double().numpy() for j in group], axis=0)
         np.testing.assert_allclose(state["ema"]["w"].numpy(), ema, rtol=1e-7)
-
-
-def test_a_nan_stays_in_its_own_tensor(tmp_path):
-    """A save refuses parameters with a NaN. Other tensors may have one, and its mean is NaN, as NumPy's is."""
-    good, bad = torch.tensor([1.0, 2.0]), torch.tensor([math.nan, 4.0])
-    made = mean_of(
-        tmp_path,
-        [
-            state(parameters={"w": good}, buffers={"b": good}, optim={"state": {"w": {"m": good, "v": good}}}),
-            state(parameters={"w": good}, buffers={"b": bad}, optim={"state": {"w": {"m": bad, "v": good * 3}}}),
-        ],
-    )["snapshot"]
-    for value in (made["buffers"]["b"], made["optim"]["state"]["w"]["m"]):
-        np.testing.assert_array_equal(value.numpy(), [np.nan, 3.0])
-    assert made["parameters"]["w"].tolist() == [1.0, 2.0]
-    assert made["optim"]["state"]["w"]["v"].tolist() == [2.0, 4.0]
-
-
-def test_a_parameter_named_as_a_counter_is_no_counter(tmp_path):
-    grads = [{"step": torch.tensor([1.0])}, {"step": torch.tensor([2.0])}]
-    rules = [{"kind": "x", "state": {"step": torch.tensor([1.0])}}, {"kind": "x", "state": {"step": torch.tensor([2.0])}}]
-    made = mean_of(tmp_path, [state(window="open", grads=g, rule=r) for g, r in zip(grads, rules, strict=True)])["snapshot"]
-    assert made["grads"]["step"].item() == 1.5
-    assert made["rule"] == {"kind": "x", "state": {"step": torch.tensor([1.5])}}

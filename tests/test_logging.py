@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -504,61 +503,6 @@ def test_a_status_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, cap
     replica.close()
     with pytest.raises(RuntimeError, match="was closed"):
         publish(replica)
-
-
-# -- whole runs ------------------------------------------------------------------------------------------------------------
-
-TRAIN = """
-import time, torch, decent_dp
-from decent_dp.logging import publish
-rank, n = decent_dp.initialize_dist()
-model = torch.nn.Linear(8, 8)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-replica = decent_dp.gossip(model, optimizer)
-publish(replica)
-end = time.monotonic() + 60
-while time.monotonic() < end:
-    model(torch.randn(4, 8)).square().mean().backward()
-    optimizer.step()
-    time.sleep(0.01)
-"""
-
-
-@pytest.mark.slow
-def test_watch_a_run_of_torchrun(tmp_path):
-    (tmp_path / "train.py").write_text(TRAIN)
-    environ = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    found: list[Any] = []
-    run = subprocess.Popen(launch, cwd=tmp_path, env=environ, start_new_session=True, stderr=subprocess.DEVNULL)
-
-    def watch(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "decent_dp", "watch", *options]
-        return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100)
-
-    try:
-        deadline = time.monotonic() + 60
-        while (done := watch("--once")).stdout.count("trains") != 2:
-            assert time.monotonic() < deadline, done
-        folder = tmp_path / f"decent_dp-{os.getuid()}"
-        found = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-        there = watch(found[0]["store"], "--once")  # without the files: through the store of the launcher
-        assert (there.returncode, there.stderr) == (0, "")
-        assert there.stdout.count("trains") == 2
-        assert there.stdout.splitlines()[0] == f"run {found[0]['run'][:8]} (train.py, Linear, 2 workers)"
-        for worker in found:
-            os.kill(worker["pid"], signal.SIGSTOP)
-        done = watch("--once")
-        assert done.stdout.count("silent for 5 s") == 2
-    finally:
-        os.killpg(run.pid, signal.SIGKILL)
-        run.wait()
-        for worker in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker["pid"], signal.SIGKILL)
-    gone = watch(found[0]["store"], "--once")
-    assert gone.returncode == 1
-    assert re.fullmatch(r"decent-dp: no store answers at localhost:\d+\. The run has ended[^\n]+\n", gone.stderr)
 
 
 # -- the trace, and the progress line ---------------------------------------------------------------------------------------

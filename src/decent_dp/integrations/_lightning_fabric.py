@@ -16,12 +16,12 @@ from decent_dp import Gossip
 from decent_dp.integrations._lightning_common import (
     NOTE,
     GossipArguments,
+    LightningOverSurvivors,
     load_own,
     load_replicas,
     remove_replicas,
     save_replicas,
 )
-from decent_dp.integrations._lightning_survivors import LightningOverSurvivors
 
 __all__ = ["GossipFabricStrategy"]
 

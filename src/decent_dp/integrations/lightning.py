@@ -29,13 +29,13 @@ from decent_dp.errors import PeerError
 from decent_dp.integrations._lightning_common import (
     NOTE,
     GossipArguments,
+    LightningOverSurvivors,
     load_own,
     load_replicas,
     remove_replicas,
     save_replicas,
 )
 from decent_dp.integrations._lightning_fabric import GossipFabricStrategy
-from decent_dp.integrations._lightning_survivors import LightningOverSurvivors
 from decent_dp.integrations._survivors import SurvivorCollectives
 from decent_dp.replica.shards import is_sharded
 
