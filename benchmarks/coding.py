@@ -1,7 +1,7 @@
 """Times encoding and mixing by each compression: ``python -m benchmarks.coding``, or ``make bench-coding``.
 
 The parameters are those of a transformer, in the buckets that the library makes of them, on one thread. A replica encodes its
-values, and mixes the message of another one that is near. Compressions take turns, with the kernels of ``decent-dp[fast]`` and
+values, and mixes the message of another one that is near. Compressions take turns, int8 with ``decent-dp[fast]`` and
 without, so that other load on the machine slows all of them alike. Medians over the turns, in nanoseconds of processor time per
 parameter, are printed and written to coding.json.
 """
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from benchmarks.report import machine
 from decent_dp.compression import COMPRESSIONS, Compression, FlatTensor, MessageId
+from decent_dp.compression.lattice import load_numba
 from decent_dp.engine.layout import BucketPlan, TensorSpec, plan_buckets
-from decent_dp.kernels import load_numba
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH, BLOCKS, BUCKET_MIB = 512, 8, 25
@@ -33,10 +33,7 @@ FORMS = ("torch", "numba")
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
     """As where Numba is not installed."""
-    with (
-        mock.patch("decent_dp.compression.lattice.load_numba", return_value=None),
-        mock.patch("decent_dp.compression.by_kernels.load_numba", return_value=None),
-    ):
+    with mock.patch("decent_dp.compression.int8.load_numba", return_value=None):
         yield
 
 
@@ -80,7 +77,7 @@ def measure(turns: int, width: int = WIDTH, blocks: int = BLOCKS) -> dict[str, d
     parameters = sum(plan.numel for plan in plans)
     forms: dict[tuple[str, str], list[Bucket]] = {}
     for name, kind in COMPRESSIONS.items():
-        for form in FORMS:
+        for form in FORMS if name == "int8" else FORMS[:1]:
             with without_kernels() if form == "torch" else contextlib.nullcontext():
                 found = [Bucket(plan, pair, kind) for plan, pair in zip(plans, replicas, strict=True)]
             forms[name or "float32", form] = found
@@ -116,14 +113,14 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=15, help="timed turns of each form")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()
-    if load_numba("int8_cpu") is None:
+    if load_numba() is None:
         parser.error("Numba is missing or does not compile: pip install -e '.[fast]'")
     torch.set_num_threads(1)
     lines = measure(args.turns)
     print("ns per parameter        torch   numba")
     for name, whats in lines.items():
         for what, found in whats.items():
-            print(f"{name:10}{what:10}{found['torch']:9.2f}{found['numba']:8.2f}")
+            print(f"{name:10}{what:10}", *(f"{found[form]:8.2f}" for form in FORMS if form in found))
     plans = make_buckets(WIDTH, BLOCKS)
     settings = {
         "parameters": sum(plan.numel for plan in plans),

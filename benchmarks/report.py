@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.setups import PARAMETERS, PUBLISHED, Contender
-from decent_dp.kernels import load_numba
+from decent_dp.compression.lattice import load_numba
 
 __all__ = [
     "Line",
@@ -234,7 +234,7 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release().split("-")[0],
         "python": platform.python_version(),
         "torch": version("torch"),
-        **({} if load_numba("int8_cpu") is None else {"numba": version("numba")}),
+        **({} if load_numba() is None else {"numba": version("numba")}),
     }
 
 

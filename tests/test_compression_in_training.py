@@ -14,7 +14,8 @@ from torch import nn
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from decent_dp.compression import COMPRESSIONS, lattice
+from decent_dp.compression import COMPRESSIONS, int8
+from decent_dp.compression.lattice import Lattice
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.transport import InProcessTransport, Transport, run_replicas
 from tests.helpers import SGD, loss, net, values
@@ -345,14 +346,14 @@ def test_names_in_a_trace(workers):
 
 
 def test_a_block_that_is_never_mixed_is_warned_of_once(monkeypatch, caplog):
-    real = lattice.Scratch.wrapped
+    real = Lattice.compare
 
-    def apart(scratch: Any, run: Any, *messages: Any) -> Any:
-        steps, largest, certain = real(scratch, run, *messages)
-        return steps, largest, certain & np.array([block.numel != 144 for block in run.blocks])
+    def apart(self: Lattice, places: slice, *messages: Any) -> Any:
+        certain, most = real(self, places, *messages)
+        return certain & np.array([block.numel != 144 for block in self.blocks[places]]), most
 
-    monkeypatch.setattr(lattice.Scratch, "wrapped", apart)
-    monkeypatch.setattr(lattice, "load_numba", lambda name: None)
+    monkeypatch.setattr(Lattice, "compare", apart)
+    monkeypatch.setattr(int8, "load_numba", lambda: None)
 
     def work(transport: InProcessTransport) -> int:
         model = DecentralizedDataParallel(net(), SGD, topology="ring", compression="int8", transport=transport)

@@ -1,4 +1,4 @@
-"""The int8 compression by kernels of Numba: bit for bit the form in torch, which is right by the other tests."""
+"""The int8 compression in Numba: bit for bit the form in torch, which is right by the other tests."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from decent_dp.compression import FlatTensor, Int8, MessageId
+from decent_dp.compression import FlatTensor, Int8, MessageId, flag_of
 from decent_dp.compression.blockwise import _BLOCK_ON_CPU as BLOCK
-from decent_dp.compression.lattice import _FEW, LARGEST_NUMBER, Scratch
+from decent_dp.compression.lattice import LARGEST_NUMBER, Lattice, load_numba
 from decent_dp.compression.stochastic_rounding import noise_at, noise_starts, noise_table
-from decent_dp.kernels import load_numba
 from tests.helpers import some_in_the_fast_tests
 
-pytestmark = pytest.mark.skipif(load_numba("int8_cpu") is None, reason="needs Numba that compiles")
+pytestmark = pytest.mark.skipif(load_numba() is None, reason="needs Numba that compiles")
 CPU = torch.device("cpu")
+FEW = 2**13
 
 
 class Readable(Int8):
@@ -30,12 +30,8 @@ class Readable(Int8):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._fast = None
-
-    def _scratch(self) -> Scratch:
-        scratch = super()._scratch()
-        scratch._kernels = None
-        return scratch
+        fast = self._lattice
+        self._lattice = Lattice(fast.blocks, fast._numbers, fast._compute, fast._device)
 
 
 def randn(size: int, seed: int) -> Tensor:
@@ -54,8 +50,7 @@ class Twins:
         self.values = [[value.to(dtype, copy=True) for value in values] for _ in range(2)]
         tensors = [FlatTensor(7 * i + 3, len(value)) for i, value in enumerate(values)]
         self.forms = [kind(tensors, dtype, CPU) for kind in (Int8, Readable)]
-        assert (self.forms[0]._fast is not None) == (dtype == torch.float32)
-        assert self.forms[0]._scratch()._kernels is not None or dtype == torch.float64
+        assert (type(self.forms[0]._lattice) is not Lattice) == (dtype == torch.float32)
 
     def check(self) -> None:
         for one, other in zip(*self.values, strict=True):
@@ -105,7 +100,7 @@ class Twins:
 SIZES = [
     [1],
     [0, 3, 0, 255, 256, 257, 1],
-    [_FEW - 1, _FEW, _FEW + 1, 5],
+    [FEW - 1, FEW, FEW + 1, 5],
     [BLOCK - 1, 2, BLOCK, 1, BLOCK + 1],
     [3 * BLOCK + 777, 40, 41],
     [],
@@ -169,7 +164,7 @@ SPECIAL = {
 @pytest.mark.parametrize("special", SPECIAL.values(), ids=SPECIAL)
 @pytest.mark.parametrize("size", [6, BLOCK + 300])
 def test_special_values(special, size):
-    values = [randn(size, 1), randn(4, 2), randn(_FEW + 9, 3)]
+    values = [randn(size, 1), randn(4, 2), randn(FEW + 9, 3)]
     a, b = Twins(values), Twins([value + 1e-3 for value in values])
     a.hint()  # as of the values before
     for value in a.values[0][0], a.values[1][0]:
@@ -177,13 +172,13 @@ def test_special_values(special, size):
     for round_ in range(5):
         hints = [a.hint(), b.hint()]
         sent = [twins.encode(MessageId(round_, rank), hints) for rank, twins in enumerate((a, b))]
-        assert [form.flag(sent[0]) for form in a.forms] == [0 if math.isfinite(special) else 1] * 2
+        assert flag_of(sent[0]) == (0 if math.isfinite(special) else 1)
         a.mix(*sent, 0.0)  # changes no bit
         a.mix(*sent, 0.25)
         b.mix(*reversed(sent), 0.25)
 
 
-@pytest.mark.parametrize("size", [5, 300, _FEW + 5, BLOCK])
+@pytest.mark.parametrize("size", [5, 300, FEW + 5, BLOCK])
 @pytest.mark.parametrize("exponent", [-126, -30, -21, 0, 127])
 def test_numbers_of_any_size(size, exponent):
     """Also those for which there are no codes, and those at the edge; steps of any power of two."""
@@ -197,7 +192,7 @@ def test_numbers_of_any_size(size, exponent):
         twins.encode(MessageId(1, rank), [hint])
 
 
-@pytest.mark.parametrize("size", [20, _FEW + 300, 2 * BLOCK])
+@pytest.mark.parametrize("size", [20, FEW + 300, 2 * BLOCK])
 def test_messages_that_do_not_belong_together(size):
     """A changed code, exchanged ones, records of nonsense, and a wrapped difference of -128."""
     a, b = Twins([randn(size, 1), randn(9, 2)]), Twins([randn(size, 1) + 1e-3, randn(9, 2)])
@@ -339,11 +334,10 @@ def test_other_threads_go_on_meanwhile():
 
     other = threading.Thread(target=tick)
     other.start()
-    fast = form._fast
-    assert fast is not None
+    factors, parts = np.ones(len(form._blocks)), [values[0][block.start : block.stop] for block in form._blocks]
     for _ in range(5):
         began = time.perf_counter()
-        fast.mix(values, out, out, form._steps, moving=True)
+        form._lattice.mix(parts, out, out, factors)
         during.append((began, time.perf_counter()))
     done.set()
     other.join()

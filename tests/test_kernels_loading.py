@@ -1,26 +1,23 @@
-"""Kernels of Numba where it is missing, turned off or broken, and where its cache cannot be written."""
+"""The form of int8 in Numba, where that is missing, turned off or broken, and where its cache cannot be written."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-import decent_dp.kernels
-from decent_dp.compression import COMPRESSIONS, FlatTensor, Int8, MessageId, on_cuda
-from decent_dp.kernels import load_numba, tables
+from decent_dp.compression import FlatTensor, Int8, MessageId, lattice
+from decent_dp.compression.lattice import Lattice, load_numba
 
 numba = pytest.importorskip("numba")
-pytestmark = pytest.mark.skipif(load_numba("int8_cpu") is None, reason="needs Numba that compiles")
+pytestmark = pytest.mark.skipif(load_numba() is None, reason="needs Numba that compiles")
 
 
 @pytest.fixture
@@ -39,7 +36,7 @@ def message() -> bytes:
     for _ in form.encode(values, out, MessageId(3, 1), [form.hint(values)]):
         pass
     form.mix(values, out, out, 0.5)
-    return bytes(out.numpy()) + bytes([form._fast is not None])
+    return bytes(out.numpy()) + bytes([type(form._lattice) is not Lattice])
 
 
 def test_without_numba_torch_codes(fresh, caplog):
@@ -55,7 +52,7 @@ def test_without_numba_torch_codes(fresh, caplog):
 
 def test_numba_that_does_not_compile_is_not_used(fresh, caplog):
     fresh.setattr(numba.config, "DISABLE_JIT", 1)
-    assert load_numba("int8_cpu") is None
+    assert load_numba() is None
     assert message()[-1] == 0
     assert caplog.text == ""
 
@@ -64,21 +61,11 @@ def test_a_broken_numba_is_said_once(fresh, caplog):
     def fail(name: str) -> Any:
         raise OSError("no LLVM here")
 
-    fresh.setattr(decent_dp.kernels.importlib, "import_module", fail)
+    fresh.setattr(lattice.importlib, "import_module", fail)
     with caplog.at_level(logging.WARNING):
         assert [message()[-1] for _ in range(3)] == [0, 0, 0]
     [record] = caplog.records
     assert record.getMessage() == "Numba does not work, so that torch takes its place: OSError: no LLVM here"
-
-
-def test_kernels_change_with_what_compiles_them():
-    """Numba would go on with what the old tools have compiled."""
-    folder = Path(decent_dp.kernels.__file__).parent
-    digest = hashlib.sha256((folder / "numba_tools.py").read_bytes()).hexdigest()[:12]
-    for path in folder.glob("*.py"):
-        for line in path.read_text().splitlines():
-            if line.startswith("from decent_dp.kernels.numba_tools import"):
-                assert line.endswith(f"  # digest {digest}"), path.name
 
 
 def add(a: Any, b: Any) -> Any:
@@ -89,7 +76,7 @@ def add(a: Any, b: Any) -> Any:
 def test_a_cache_that_cannot_be_used(failure, monkeypatch, tmp_path):
     from numba.core import caching
 
-    from decent_dp.kernels.numba_tools import compiled
+    from decent_dp.compression.int8_numba import _compiled as compiled
 
     def full(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
@@ -129,36 +116,7 @@ def test_processes_that_compile_at_the_same_time(tmp_path):
     expected = message().hex()
     assert together(4) == {expected}
     files = sorted(path.name for path in tmp_path.rglob("*.nb?"))
-    assert len(files) == 8
+    assert len(files) == 4
     assert together(2) == {expected}
     assert files == sorted(path.name for path in tmp_path.rglob("*.nb?"))
     assert not list(tmp_path.rglob("*.tmp.*"))
-
-
-# -- kernels for CUDA ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [None, "bfloat16", "int8"])
-def test_kernels_of_messages_that_do_not_work_are_left_out(name, monkeypatch, caplog):
-    """They are tried at construction: later they would fail in the middle of an exchange."""
-
-    def fails(*_: object) -> None:
-        raise ValueError("this Triton lacks something")
-
-    broken = ModuleType("broken")
-    vars(broken).update(TILE=8, Part=lambda *place: place, Tiles=fails)
-    monkeypatch.setattr(on_cuda, "cuda_kernels", lambda *_: broken)
-    on_cuda._works.cache_clear()
-    coder = COMPRESSIONS[name]([FlatTensor(0, 5)], torch.float32, torch.device("cpu"))
-    on_cuda._works.cache_clear()
-    assert coder._on_cuda is None
-    assert "do not work on cpu, so that exchanges take longer: " in caplog.text
-
-
-def test_a_step_by_kernels_refuses_to_be_captured(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    tables.refuse_capture("AccumAdamW")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="a CUDA graph is being captured, and the step of AccumAdamW cannot be part of it"):
-        tables.refuse_capture("AccumAdamW")

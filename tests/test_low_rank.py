@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import decent_dp
 from decent_dp import DecentralizedDataParallel
 from decent_dp.compression import FlatTensor, LowRank, MessageId, check_compression
+from decent_dp.compression.low_rank import _digest_of
 from decent_dp.engine.layout import TensorSpec
 from decent_dp.errors import DisagreementError
 from decent_dp.tools.sim import VirtualCluster
@@ -151,7 +152,7 @@ def test_the_bytes_of_a_message(name, itemsize):
         for end in pair.ends:
             end.begin(pair.EDGE, 2, meeting)
         records = 2 * 24 if itemsize == 1 else 0
-        sent = pair.ends[0].payload(pair.ends[0].chunks)
+        sent = sum(chunk.payload for chunk in pair.ends[0].chunks)
         assert numbers * itemsize <= sent - records - 8 < numbers * itemsize + 8  # the digest, and padding
 
 
@@ -176,7 +177,7 @@ def test_ends_with_other_bases_mix_no_matrix_and_start_anew():
     values = [[drawn(30, 20, seed=1), drawn(1, 6, seed=2)], [drawn(30, 20, seed=3), drawn(1, 6, seed=4)]]
     first = pair.meet(values, 0)
     pair.meet(values, 1)
-    learned = pair.ends[1]._learned[pair.EDGE, 0][0]
+    learned = pair.ends[1]._edge_bases._learned[pair.EDGE, 0][0]
     learned.view(torch.int16)[3, 1] ^= 1  # the last bit of one number
     for found in pair.meet(values, 2):
         assert found[0] is None
@@ -189,16 +190,16 @@ def test_ends_with_other_bases_mix_no_matrix_and_start_anew():
 def test_a_changed_bit_anywhere_changes_the_digest():
     pair = Pair([(30, 20), (25, 31)])
     end = pair.ends[0]
-    whole = int(end._digest())
+    whole = int(_digest_of(end._bases, end.device))
     for number, bit in itertools.product((0, 1), (0, 7, 15)):
         numbers = end._bases[number].view(torch.int16).view(-1)
         for place in (0, 1, len(numbers) // 2, len(numbers) - 1):
             numbers[place] ^= -(2**15) if bit == 15 else 2**bit
-            assert int(end._digest()) != whole
+            assert int(_digest_of(end._bases, end.device)) != whole
             numbers[place] ^= -(2**15) if bit == 15 else 2**bit
-    assert int(end._digest()) == whole
+    assert int(_digest_of(end._bases, end.device)) == whole
     end._bases.reverse()
-    assert int(end._digest()) != whole
+    assert int(_digest_of(end._bases, end.device)) != whole
 
 
 def test_edges_have_bases_of_their_own():
@@ -211,7 +212,7 @@ def test_edges_have_bases_of_their_own():
     other.ends[0] = pair.ends[0]  # worker 2 has met worker 5 before
     for found in other.meet(values, 2):
         assert found[0] is not None
-    assert set(pair.ends[0]._learned) == {((2, 5), 0), ((2, 5), 1), ((2, 7), 1)}
+    assert set(pair.ends[0]._edge_bases._learned) == {((2, 5), 0), ((2, 5), 1), ((2, 7), 1)}
 
 
 # -- the matrix of a parameter ---------------------------------------------------------------------------------------------
@@ -555,7 +556,7 @@ def test_no_two_columns_of_noise_are_the_same():
     kind = check_compression("low-rank:64")
     for index in range(0, 600, 7):
         end = kind([FlatTensor(index, 300 * 200, 300)], torch.float32, CPU)
-        for bases in end._drawn:
+        for bases in end._edge_bases.drawn:
             [basis] = bases
             gram = basis.double().T @ basis.double()
             assert (gram - torch.eye(64)).abs().max() < 0.02
@@ -565,7 +566,7 @@ def test_a_basis_that_is_none_is_replaced(monkeypatch):
     """As with a column of noise that is zero, which none is. (Of two that are equal, rounding may make a basis.)"""
     pair = Pair([(30, 20)])
     for end in pair.ends:
-        for noise in end._noise:
+        for noise in end._edge_bases._noise:
             noise[0][:, 1] = 0
     x = drawn(30, 20, seed=1)
     for meeting in range(4):
@@ -573,7 +574,8 @@ def test_a_basis_that_is_none_is_replaced(monkeypatch):
         assert (found == 0).all()
     [[found], _] = pair.meet([[x], [x + 1]], 4)
     assert np.isfinite(found).all()
-    assert all(torch.equal(own, drawn_) for own, drawn_ in zip(pair.ends[0]._bases, pair.ends[0]._drawn[0], strict=True))
+    drawn_bases = pair.ends[0]._edge_bases.drawn[0]
+    assert all(torch.equal(own, basis) for own, basis in zip(pair.ends[0]._bases, drawn_bases, strict=True))
 
 
 class Late(Topology):

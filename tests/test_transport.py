@@ -134,7 +134,7 @@ def exchanges(transport: Transport, rounds: list[list[Edge]], dtype: torch.dtype
             exchange_id = ExchangeId(t, bucket + (2 * turn + t % 2) * len(SIZES))
             own = request(payload(rank, exchange_id, SIZES[bucket], dtype), rank, exchange_id, compression=compression)
             handle = transport.start(edge, own)
-            assert len(edge.ranks) > 2 or handle.bytes_sent == compression.payload(compression.chunks)
+            assert len(edge.ranks) > 2 or handle.bytes_sent == sum(chunk.payload for chunk in compression.chunks)
             assert handle.bytes_sent <= 2 * compression.nbytes * (len(edge.ranks) - 1)
             flying[-1].append((edge, handle, own))
     while flying:
@@ -216,7 +216,7 @@ def gathered(transport: Transport, edges: list[list[Edge]]) -> None:
     for others, own, handle in flying:
         handle.wait()
         compression, bits = own.compression, torch.int32  # a NaN equals nothing
-        assert handle.bytes_sent == len(others) * compression.payload(compression.chunks)
+        assert handle.bytes_sent == len(others) * sum(chunk.payload for chunk in compression.chunks)
         for other, message in zip(others, own.received.tensor_split(len(others)), strict=True):
             expected = values(other, own.exchange_id)
             assert torch.equal(message.view(bits)[: len(expected)], expected.view(bits)), (other, own.exchange_id)

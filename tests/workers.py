@@ -36,7 +36,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = [
     *("torch", "torch._dynamo", "numpy", "pytest", "hypothesis", "tests.workers"),
     *("decent_dp._gossip", "decent_dp.checkpoint", "decent_dp.ddp", "decent_dp.optim"),
-    *("decent_dp.kernels.casts_cpu", "decent_dp.kernels.int8_cpu", "tests.growth_once"),
+    *("decent_dp.compression.int8_numba", "tests.growth_once"),
 ]
 _CONTEXT.set_forkserver_preload(PRELOADED)
 _LAUNCHES = count()

@@ -1,4 +1,4 @@
-"""The kernels for GPUs against their twins in torch: equal bytes of messages, and equal bits of values."""
+"""The kernels of int8 for GPUs against their twin in torch: equal bytes of messages, and equal bits of values."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from unittest import mock
 import torch
 
 from benchmarks.gpu.case import ALONE, GOSSIP, SkipError, Worker, case
-from decent_dp.compression import COMPRESSIONS
-from decent_dp.compression.codec import FLAG, Compression, FlatTensor, MessageId
+from decent_dp.compression.codec import FLAG, Compression, FlatTensor, MessageId, flag_of
+from decent_dp.compression.int8 import Int8
 
 # Parameters of several blocks, of one, of a part of a tile, of one element and of none.
 SHAPES = [(97, 700), (64, 64), (17, 3), (1, 1), (0, 4), (5, 1000)]
@@ -23,7 +23,7 @@ _FORGED = {2: 0, 5: 1}
 
 
 def _patched(module: object) -> contextlib.AbstractContextManager[object]:
-    return mock.patch("decent_dp.compression.on_cuda.cuda_kernels", return_value=module)
+    return mock.patch("decent_dp.compression.int8.load_triton", return_value=module)
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def kernels(device: torch.device) -> Iterator[None]:
     """Compressions that are made meanwhile have kernels: on a CPU, too, where Triton's interpreter runs them."""
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise SkipError("kernels are for GPUs; on a CPU Triton's interpreter runs them if TRITON_INTERPRET=1")
-    module = importlib.import_module("decent_dp.kernels.messages_cuda")
+    module = importlib.import_module("decent_dp.compression.int8_triton")
     with _patched(module):
         yield
 
@@ -46,7 +46,7 @@ def kernels(device: torch.device) -> Iterator[None]:
 class Pair:
     """A worker's two ends of the same bucket: with kernels, and without."""
 
-    def __init__(self, name: str | None, dtype: torch.dtype, device: torch.device, flat: bool, seed: int) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, flat: bool, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         sizes = [rows * columns for rows, columns in SHAPES]
         drawn = torch.randn(sum(sizes), generator=generator, device="cpu").to(device=device, dtype=dtype)
@@ -55,9 +55,9 @@ class Pair:
         self.values = [views if flat else [view.clone() for view in views], [view.clone() for view in views]]
         tensors = [FlatTensor(index, rows * columns, max(rows, 1)) for index, (rows, columns) in enumerate(SHAPES)]
         with kernels(device):
-            fast = COMPRESSIONS[name](tensors, dtype, device)
+            fast = Int8(tensors, dtype, device)
         with twins():
-            self.coders: list[Compression] = [fast, COMPRESSIONS[name](tensors, dtype, device)]
+            self.coders: list[Compression] = [fast, Int8(tensors, dtype, device)]
         self.messages = [torch.full((fast.nbytes,), 7, dtype=torch.uint8, device=device) for _ in range(2)]
 
     def hints(self) -> list[bytes]:
@@ -92,26 +92,26 @@ class Pair:
 
     def check_message(self, what: str) -> None:
         fast, due = self.messages
-        assert self.coders[0].flag(fast) == self.coders[1].flag(due), f"{what}: the flags differ"
-        if self.coders[0].flag(fast):
+        assert flag_of(fast) == flag_of(due), f"{what}: the flags differ"
+        if flag_of(fast):
             assert self.coders[0].first_nonfinite(fast) == self.coders[1].first_nonfinite(due), f"{what}: in another tensor"
             return
         fast, due = fast[:-FLAG].clone(), due[:-FLAG].clone()
         for block in (block for chunk in self.coders[0].chunks for block in chunk.blocks):
             codes = slice(block.at, block.at + block.numel)
-            if self.coders[0].needs_hints and not bool(due[block.record : block.record + 8].view(torch.float64).isfinite()):
+            if not bool(due[block.record : block.record + 8].view(torch.float64).isfinite()):
                 fast[codes] = due[codes] = 0  # a block without codes
         differs = (fast != due).nonzero().flatten()
         # Between chunks there may be a few bytes of padding, which both leave as they were.
         assert not len(differs), f"{what}: bytes {differs[:5].tolist()} of {len(fast)} differ, {len(differs)} in all"
 
 
-def check_twins(name: str | None, dtype: torch.dtype, device: torch.device, flat: bool) -> None:
+def check_twins(dtype: torch.dtype, device: torch.device, flat: bool) -> None:
     """Rounds of a pair: usual ones, one that is too far apart to be decoded, values that are too large, and not finite."""
-    ends = [Pair(name, dtype, device, flat, seed) for seed in (1, 1)]
+    ends = [Pair(dtype, device, flat, seed) for seed in (1, 1)]
     apart = [0.0, 1e-3, 1e-3, 3.0, 1e-3, 1e-2, 1e4, 1e-3, 1e-3]
     for round_, distance in enumerate(apart):
-        what = f"{name}, {dtype}, {'flat' if flat else 'apart'}, round {round_}"
+        what = f"{dtype}, {'flat' if flat else 'apart'}, round {round_}"
         for rank, end in enumerate(ends):
             generator = torch.Generator().manual_seed(100 * rank + round_)
             for ours, due in zip(*end.values, strict=True):
@@ -122,15 +122,15 @@ def check_twins(name: str | None, dtype: torch.dtype, device: torch.device, flat
                         values[100] = float("inf")
                     if round_ == 8 and rank and len(values) == 4096:
                         values[100] = 1.0
-        hints = [end.hints() for end in ends] if ends[0].coders[0].needs_hints else [[b"", b""], [b"", b""]]
+        hints = [end.hints() for end in ends]
         for hint in hints:
             assert hint[0] == hint[1], f"{what}: hints differ"
         for rank, end in enumerate(ends):
             end.encode(rank, round_, [hint[0] for hint in hints])
             end.check_message(what)
-            if name == "int8" and rank and round_ in _FORGED:
+            if rank and round_ in _FORGED:
                 end.forge(_FORGED[round_])
-        if any(end.coders[0].flag(end.messages[0]) for end in ends):
+        if any(flag_of(end.messages[0]) for end in ends):
             continue
         if round_ % 2:
             for end, other in (ends, ends[::-1]):
@@ -139,19 +139,17 @@ def check_twins(name: str | None, dtype: torch.dtype, device: torch.device, flat
         for end, other in (ends, ends[::-1]):
             end.mix(other, (0.5, 0.3, 1.0)[round_ % 3])
             end.check(what)
-    if name == "int8":
-        assert ends[0].coders[0].rejected, "no block was rejected"
+    assert ends[0].coders[0].rejected, "no block was rejected"
 
 
 @case("kernels of messages equal their twins", ALONE, drivers=GOSSIP)
 def messages(worker: Worker) -> str:
     """Bytes of messages, bits of mixed values, and what is learned of distances."""
     checked = []
-    for name in COMPRESSIONS:
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            if not worker.cuda and "bfloat16" in (name, str(dtype).removeprefix("torch.")):
-                continue  # Triton's interpreter cuts a bfloat16 off, and does not round it
-            for flat in (True, False) if worker.cuda else (dtype == torch.float32,):
-                check_twins(name, dtype, worker.device, flat)
-            checked.append(f"{name} of {str(dtype).removeprefix('torch.')}")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        if not worker.cuda and dtype == torch.bfloat16:
+            continue  # Triton's interpreter cuts a bfloat16 off, and does not round it
+        for flat in (True, False) if worker.cuda else (dtype == torch.float32,):
+            check_twins(dtype, worker.device, flat)
+        checked.append(str(dtype).removeprefix("torch."))
     return ", ".join(checked)

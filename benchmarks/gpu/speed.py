@@ -249,7 +249,7 @@ def time_update(size: str, compression: str | None, worker: Worker) -> str:
 
 
 def is_ours(name: str) -> bool:
-    """Whether it is a kernel of ``decent_dp.kernels.messages_cuda``."""
+    """Whether it is a kernel of ``decent_dp.compression.int8_triton``."""
     return any(word in name for word in ("_encode_", "_mix_", "_verify_", "_judge", "_write_records"))
 
 

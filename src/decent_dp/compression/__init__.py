@@ -10,7 +10,17 @@ from __future__ import annotations
 from decent_dp._compressions import parse_compression
 from decent_dp.compression.blockwise import Blockwise
 from decent_dp.compression.casts import BFloat16, Lossless
-from decent_dp.compression.codec import Block, Chunk, Compression, FlatTensor, MessageId, all_finite, part_of
+from decent_dp.compression.codec import (
+    Block,
+    Chunk,
+    Compression,
+    FlatTensor,
+    MessageId,
+    all_finite,
+    flag_of,
+    flag_view,
+    part_of,
+)
 from decent_dp.compression.int8 import Int8
 from decent_dp.compression.low_rank import LowRank, low_rank
 
@@ -27,6 +37,8 @@ __all__ = [
     "MessageId",
     "all_finite",
     "check_compression",
+    "flag_of",
+    "flag_view",
     "for_momentum",
     "part_of",
 ]

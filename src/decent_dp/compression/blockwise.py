@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decent_dp.compression.codec import FLAG, Block, Chunk, Compression, FlatTensor, MessageId
+from decent_dp.compression.codec import FLAG, Block, Chunk, Compression, FlatTensor, MessageId, flag_view
 
 __all__ = ["Blockwise"]
 
@@ -32,15 +32,10 @@ class Blockwise(Compression):
 
     def __init__(self, tensors: Sequence[FlatTensor], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(tensors, dtype, device)
-        self._rejected = 0
         self.block_elements = _BLOCK_ON_CPU if device.type == "cpu" or self._record else _BLOCK_ON_GPU
         self.chunks = self._lay_out()
-        self.nbytes = self.chunks[-1].stop if self.chunks else 0
+        self.nbytes = self.most_nbytes = self.chunks[-1].stop if self.chunks else 0
         self.hint_nbytes = sum(len(chunk.blocks) for chunk in self.chunks)
-
-    @property
-    def rejected(self) -> int:
-        return self._rejected
 
     @classmethod
     @abstractmethod
@@ -72,11 +67,11 @@ class Blockwise(Compression):
     def reduce(
         self, chunk: Chunk, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, message_id: MessageId
     ) -> None:
-        flags = [self.flag_view(message) for message in messages] if chunk.stop == self.nbytes else []
+        flags = [flag_view(message) for message in messages] if chunk.stop == self.nbytes else []
         flag = torch.cat(flags).max() if flags else None  # before ``out`` is written
         self._reduce(chunk, messages, sizes, out, message_id)
         if flag is not None:
-            self.flag_view(out).copy_(flag)
+            flag_view(out).copy_(flag)
 
     @abstractmethod
     def _reduce(
@@ -101,7 +96,7 @@ class Blockwise(Compression):
     def _mark(self, out: Tensor, finite: bool | Tensor, rank: int) -> None:
         """Writes the flag."""
         if isinstance(finite, Tensor):
-            self.flag_view(out).copy_(torch.where(finite, 0, rank + 1))
+            flag_view(out).copy_(torch.where(finite, 0, rank + 1))
         else:
             out.numpy()[-FLAG:].view(np.int64)[0] = 0 if finite else rank + 1  # NumPy: each call of torch gives the lock away
 
@@ -139,5 +134,5 @@ class Blockwise(Compression):
         if pending:
             close()
         if chunks:
-            chunks[-1] = replace(chunks[-1], stop=chunks[-1].stop + FLAG)
+            chunks[-1] = replace(chunks[-1], stop=chunks[-1].stop + FLAG, has_flag=True)
         return tuple(chunks)

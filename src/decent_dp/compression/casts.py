@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from decent_dp.compression.blockwise import Blockwise
-from decent_dp.compression.by_kernels import CastsByKernels
 from decent_dp.compression.codec import Block, Chunk, FlatTensor, MessageId, all_finite, part_of
-from decent_dp.compression.on_cuda import CastsOnCuda
 from decent_dp.compression.stochastic_rounding import NOISE_LENGTH, noise_at
 
 __all__ = ["BFloat16", "Lossless"]
@@ -29,9 +27,6 @@ class Lossless(Blockwise):
 
     def __init__(self, tensors: Sequence[FlatTensor], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(tensors, dtype, device)
-        self._fast = CastsByKernels.make(self.chunks, self.code, dtype, device)
-        blocks = [block for chunk in self.chunks for block in chunk.blocks]
-        self._on_cuda = CastsOnCuda.make(blocks, self.code, dtype, device)
         parts = [self.chunks[first : first + _TOGETHER] for first in range(0, len(self.chunks), _TOGETHER)]
         self._runs = [(len(part), list(_joined(part, self._itemsize))) for part in parts]
         # The message that was encoded last, and its parts for the runs.
@@ -42,19 +37,9 @@ class Lossless(Blockwise):
     def code_of(cls, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def encode(self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> Iterator[int]:
-        if self._on_cuda is None:
-            yield from super().encode(values, out, message_id, hints)
-            return
-        self._on_cuda.encode(values, out, self.flag_view(out), message_id)
-        yield self.nbytes
-
     def _encode(
         self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]
     ) -> Iterator[bool | Tensor]:
-        if self._fast is not None:
-            yield from self._fast.encode(values, out)
-            return
         if self._viewed is not out:
             self._viewed, self._views = out, [[self._all_codes(out, run) for run in runs] for _, runs in self._runs]
         for (chunks, runs), views in zip(self._runs, self._views, strict=True):
@@ -84,6 +69,12 @@ class Lossless(Blockwise):
         codes.copy_(mean)
 
     def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Block, Tensor | None, float]]:
+        for chunk, difference in self._by_chunk(sent, received):
+            for block, part in self._split(difference, chunk):
+                yield block, part, 1.0
+
+    def _by_chunk(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
+        """The differences of each chunk, valid until the next one."""
         scratch = torch.empty(2, self.block_elements, dtype=self.compute, device=self.device)
         for chunk in self.chunks:
             theirs, ours = (self._all_codes(message, chunk) for message in (received, sent))
@@ -92,15 +83,15 @@ class Lossless(Blockwise):
                 torch.sub(theirs, ours, out=difference)
             else:
                 difference.copy_(theirs).sub_(scratch[1, : len(ours)].copy_(ours))
-            for block, part in self._split(difference, chunk):
-                yield block, part, 1.0
+            yield chunk, difference
 
     def mix(self, values: Sequence[Tensor], sent: Tensor, received: Tensor, rate: float) -> None:
-        fast = self._on_cuda or self._fast
-        if fast is None or not all(value.is_contiguous() for value in values):
-            super().mix(values, sent, received, rate)
-        elif rate:
-            fast.mix(values, sent, received, rate)
+        if not rate:
+            return
+        for chunk, difference in self._by_chunk(sent, received):
+            difference.mul_(rate)
+            parts = [part_of(values[block.tensor], block) for block in chunk.blocks]
+            torch._foreach_add_(parts, [part for _, part in self._split(difference, chunk)])
 
     def proposals(self, values: Sequence[Tensor], sent: Tensor) -> Iterator[tuple[Block, Tensor]]:
         for chunk in self.chunks:

@@ -15,7 +15,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-__all__ = ["FLAG", "Block", "Chunk", "Compression", "FlatTensor", "MessageId", "all_finite", "part_of"]
+__all__ = [
+    "FLAG",
+    "Block",
+    "Chunk",
+    "Compression",
+    "FlatTensor",
+    "MessageId",
+    "all_finite",
+    "flag_of",
+    "flag_view",
+    "part_of",
+]
 
 # Bytes of the flag at the end of a message, an int64.
 FLAG = 8
@@ -62,6 +73,12 @@ class Chunk:
     start: int
     stop: int
     blocks: tuple[Block, ...]
+    has_flag: bool = False
+
+    @property
+    def payload(self) -> int:
+        """Its bytes without the flag."""
+        return self.stop - self.start - (FLAG if self.has_flag else 0)
 
 
 @dataclass(frozen=True)
@@ -93,6 +110,16 @@ def all_finite(values: Tensor) -> bool | Tensor:
     return math.isfinite(total) or bool(values.isfinite().all())
 
 
+def flag_view(message: Tensor) -> Tensor:
+    """The flag as a part of a message, or of its last chunk: int64, of shape (1,)."""
+    return message[-FLAG:].view(torch.int64)
+
+
+def flag_of(message: Tensor) -> int:
+    """0 if all values of a message are finite, else 1 + the rank of a worker that has others. Waits for a GPU."""
+    return int(flag_view(message)) if len(message) else 0
+
+
 class Compression(ABC):
     """Codes the values of one bucket. Messages are uint8 tensors of ``nbytes``, on the bucket's device.
 
@@ -122,6 +149,7 @@ class Compression(ABC):
     gathers: ClassVar[bool] = False
 
     nbytes: int
+    most_nbytes: int
     chunks: tuple[Chunk, ...]
     hint_nbytes: int
 
@@ -130,14 +158,7 @@ class Compression(ABC):
         self.dtype, self.device = dtype, device
         # For arithmetic: the tensors' dtype, but at least float32.
         self.compute = torch.promote_types(dtype, torch.float32)
-
-    @property
-    @abstractmethod
-    def rejected(self) -> int: ...
-
-    @property
-    def most_nbytes(self) -> int:
-        return self.nbytes
+        self.rejected = 0
 
     def begin(self, edge: tuple[int, ...], rank: int, meeting: int) -> None:
         """Announces the next exchange.
@@ -221,20 +242,6 @@ class Compression(ABC):
     def load_state(self, by_tensor: Sequence[Mapping[str, Tensor]]) -> None:
         """Resumes from what ``state`` returned. What is missing, or of another compression, starts as in a new run."""
         return
-
-    # -- values that are not finite ----------------------------------------------------------------------------------------
-
-    def flag(self, message: Tensor) -> int:
-        """0 if all values of a message are finite, else 1 + the rank of a worker that has others. Waits for a GPU."""
-        return int(self.flag_view(message)) if self.nbytes else 0
-
-    def flag_view(self, message: Tensor) -> Tensor:
-        """The flag as a part of a message, or of its last chunk: int64, of shape (1,)."""
-        return message[-FLAG:].view(torch.int64)
-
-    def payload(self, chunks: Sequence[Chunk]) -> int:
-        """The bytes of these chunks without the flag."""
-        return sum(chunk.stop - chunk.start - (FLAG if chunk.stop == self.nbytes else 0) for chunk in chunks)
 
     @abstractmethod
     def first_nonfinite(self, message: Tensor) -> tuple[int, int] | None:

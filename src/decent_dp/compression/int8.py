@@ -24,18 +24,26 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from decent_dp._triton import load_triton
 from decent_dp.compression.blockwise import Blockwise
-from decent_dp.compression.by_kernels import Int8ByKernels
 from decent_dp.compression.codec import Block, Chunk, FlatTensor, MessageId, part_of
-from decent_dp.compression.lattice import LARGEST_NUMBER, PRIME, FloatArray, IntArray, Scratch, Stretch, largest, runs_of
-from decent_dp.compression.on_cuda import Int8OnCuda
-from decent_dp.compression.stochastic_rounding import noise_at
+from decent_dp.compression.lattice import (
+    FIELDS,
+    LARGEST_NUMBER,
+    PRIME,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    Lattice,
+    largest,
+    load_numba,
+)
 
 __all__ = ["Int8"]
 
@@ -49,10 +57,13 @@ _MEMORY = 0.8
 _AT_FIRST, _ENOUGH = 1 / 32, 2.0
 _WIDER, _BEYOND = 16.0, 4.0
 
-# Records: two sums and a reach, in float64. In place of the first sum: a block whose values are not
-# finite, or that has no codes.
-_FIELDS = 3
+# In place of the first sum of a record: a block whose values are not finite, or that has no codes.
 _NOT_FINITE, _NOTHING = math.nan, math.inf
+
+# Chunks that are encoded by one call: each call gives the interpreter lock away, which another thread may then hold for 5 ms.
+_TOGETHER = 16
+
+_KERNELS = "decent_dp.compression.int8_triton"
 
 
 class Int8(Blockwise):
@@ -61,18 +72,22 @@ class Int8(Blockwise):
     name = "int8"
     by_parameter = True
     needs_hints = True
-    _record = 8 * _FIELDS
+    _record = 8 * FIELDS
 
     def __init__(self, tensors: Sequence[FlatTensor], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(tensors, dtype, device)
         self._blocks = [block for chunk in self.chunks for block in chunk.blocks]
-        # The runs of each chunk, by its start.
-        self._runs: dict[int, list[Stretch]] = {}
-        first = 0
-        for chunk in self.chunks:
-            self._runs[chunk.start] = list(runs_of(chunk, first, device, self._record))
-            first += len(chunk.blocks)
-        self._fast = Int8ByKernels.make(self.tensors, self.chunks, dtype, device)
+        # The places of each chunk's blocks, by its start.
+        ends = list(itertools.accumulate(len(chunk.blocks) for chunk in self.chunks))
+        self._places = {chunk.start: slice(end - len(chunk.blocks), end) for chunk, end in zip(self.chunks, ends, strict=True)}
+        self._reach_at = [block.record // 8 + 2 for block in self._blocks]
+        numbers = [self.tensors[block.tensor].index for block in self._blocks]
+        fast = load_numba() if (dtype, device.type) == (torch.float32, "cpu") else None
+        self._lattice: Lattice = (fast.NumbaLattice if fast else Lattice)(self._blocks, numbers, self.compute, device)
+        triton: ModuleType | None = None
+        if self._blocks and self.compute == torch.float32:
+            triton = load_triton(_KERNELS, device, dtype)
+        self._on_cuda = triton.TritonLattice(self._blocks, numbers, dtype, device) if triton else None
         # The distance of each block seen lately and the expected one (NaN: none yet), the largest for which it was rejected
         # since it was last decoded, and its largest value.
         self._seen = np.full(len(self._blocks), np.nan)
@@ -82,7 +97,6 @@ class Int8(Blockwise):
         self._rejections = np.zeros(len(self._blocks), dtype=np.int64)
         self._largest = np.zeros(len(self._blocks))
         self._steps = np.ones(len(self._blocks))
-        self._on_cuda = Int8OnCuda.make(self.tensors, self._blocks, dtype, device)
 
     @classmethod
     def code_of(cls, dtype: torch.dtype) -> torch.dtype:
@@ -149,7 +163,7 @@ class Int8(Blockwise):
         self._rejections[places] = 0
 
     def _reject(self, place: int) -> None:
-        self._rejected += 1
+        self.rejected += 1
         self._rejections[place] += 1
         reach, before, enough = 127 * self._steps[place], self._failed[place], _ENOUGH * self._largest[place]
         self._failed[place] = reach
@@ -170,42 +184,19 @@ class Int8(Blockwise):
             yield from super().encode(values, out, message_id, hints)
             return
         self._set_steps(hints)
-        self._on_cuda.encode(values, out, self.flag_view(out), message_id)
+        self._on_cuda.encode(values, out, message_id)
         yield self.nbytes
 
     def _encode(self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> Iterator[bool]:
         self._set_steps(hints)
-        if self._fast is not None:
-            yield from self._fast.encode(values, out, message_id, self._steps, self._largest)
-            return
-        scratch = self._scratch()
-        for runs in self._runs.values():
-            finite = True
-            for run in runs:
-                finite &= self._encode_run(run, values, out, message_id, scratch)
-            yield finite
-
-    def _encode_run(self, run: Stretch, values: Sequence[Tensor], out: Tensor, message_id: MessageId, scratch: Scratch) -> bool:
-        """Encodes the blocks of a run; whether all their values are finite."""
-        steps = self._steps[run.places]
-        value = scratch.gather(run, values)
-        numbers = scratch.numbers(run, value, 1.0 / steps, self._noise(message_id, run), run.codes(out))
-        most = run.largest(numbers)
-        fits = most < LARGEST_NUMBER  # false for NaN
-        records = np.zeros((len(run.blocks), _FIELDS))
-        records[:, 0], records[:, 1] = scratch.sums(run, numbers, most)
-        self._largest[run.places] = np.where(fits, most * steps, self._largest[run.places])
-        finite = True
-        for i in np.flatnonzero(~fits):
-            part = value[run.bounds[i] : run.bounds[i + 1]]
-            if bool(torch.isfinite(part).all()):
-                self._largest[run.places.start + i] = largest(part)
-                records[i] = _NOTHING
-            else:
-                finite = False
-                records[i] = _NOT_FINITE
-        run.records(out).copy_(torch.from_numpy(records))
-        return finite
+        for start in range(0, len(self.chunks), _TOGETHER):
+            chunks = self.chunks[start : start + _TOGETHER]
+            places = slice(self._places[chunks[0].start].start, self._places[chunks[-1].start].stop)
+            parts = [part_of(values[block.tensor], block) for block in self._blocks[places]]
+            found = self._lattice.encode(places, parts, self._steps[places], message_id, out)
+            bad = np.isnan(found)
+            self._largest[places] = np.where(bad, self._largest[places], found)
+            yield from itertools.repeat(not bad.any(), len(chunks))
 
     def _first_nonfinite(self, message: Tensor, block: Block) -> int | None:
         return 0 if bool(self._first_field(message, block).isnan()) else None
@@ -216,97 +207,79 @@ class Int8(Blockwise):
 
     def arrive(self, sent: Tensor, received: Tensor) -> None:
         if self._on_cuda is not None:
-            self._on_cuda.verify(sent, received)
+            self._on_cuda.begin_compare(sent, received)
 
     def mix(self, values: Sequence[Tensor], sent: Tensor, received: Tensor, rate: float) -> None:
         if self._on_cuda is not None:
-            found = self._judge_on_cuda(self._on_cuda, sent, received)
+            self._take_encoded()
+            certain, reach, found = self._on_cuda.compare(sent, received)
+            self._judge(certain, reach)
             if rate:
                 self._on_cuda.mix(values, sent, received, found, rate)
-        elif self._fast is None or not all(value.is_contiguous() for value in values):
-            super().mix(values, sent, received, rate)
-        else:
-            self._judge(*self._fast.mix(values, sent, received, rate * self._steps, moving=bool(rate)))
-
-    def _judge(self, certain: npt.NDArray[np.bool_], steps: FloatArray) -> None:
-        """For each block, whether it was decoded, and how many steps the others were away."""
-        accepted = np.flatnonzero(certain)
-        self._accept(accepted, steps[accepted])
-        for place in np.flatnonzero(~certain):
-            self._reject(int(place))
-
-    def _judge_on_cuda(self, coder: Int8OnCuda, sent: Tensor, received: Tensor) -> Tensor:
-        """The same, as the kernel has found; returns its result."""
-        self._take_encoded()
-        found, host = coder.verified(sent, received)
-        self._judge(host[:, 0] != 0, host[:, 1])
-        return found
-
-    def _differences_on_cuda(
-        self, coder: Int8OnCuda, sent: Tensor, received: Tensor
-    ) -> Iterator[tuple[Block, Tensor | None, float]]:
-        self._judge_on_cuda(coder, sent, received)
-        for place, block in enumerate(self._blocks):
-            if self._rejections[place]:
-                yield block, None, 1.0
-                continue
-            wrapped = self._codes(received, block, torch.uint8) - self._codes(sent, block, torch.uint8)
-            yield block, wrapped.view(torch.int8).to(self.compute), float(self._steps[place])
+            return
+        parts = [part_of(values[block.tensor], block) for block in self._blocks]
+        certain, most = self._lattice.mix(parts, sent, received, rate * self._steps)
+        self._judge(certain, np.maximum(most, self._reaches(received)))
 
     def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Block, Tensor | None, float]]:
         if self._on_cuda is not None:
-            yield from self._differences_on_cuda(self._on_cuda, sent, received)
-            return
-        scratch, hosts = self._scratch(), (sent.cpu(), received.cpu())
-        for run in self._each_run():
-            ours, theirs = (run.records(message).numpy() for message in hosts)
-            steps, most, certain = scratch.wrapped(run, ours, run.codes(sent), theirs, run.codes(received))
-            for i, block in enumerate(run.blocks):
-                place = run.places.start + i
-                if not certain[i]:
-                    self._reject(place)
-                    yield block, None, 1.0
-                    continue
-                self._accept(place, max(float(theirs[i, 2]), float(most[i])))
-                yield block, steps[run.bounds[i] : run.bounds[i + 1]], float(self._steps[place])
+            self._take_encoded()
+            certain, reach, _ = self._on_cuda.compare(sent, received)
+        else:
+            certain, most = self._lattice.compare(slice(None), sent, received)
+            reach = np.maximum(most, self._reaches(received))
+        self._judge(certain, reach)
+        for place, block in enumerate(self._blocks):
+            if certain[place]:
+                yield block, self._lattice.difference(block, sent, received), float(self._steps[place])
+            else:
+                yield block, None, 1.0
+
+    def _judge(self, certain: BoolArray, reach: FloatArray) -> None:
+        """For each block, whether it was decoded, and how many steps the others may be away."""
+        accepted = np.flatnonzero(certain)
+        self._accept(accepted, reach[accepted])
+        for place in np.flatnonzero(~certain):
+            self._reject(int(place))
+
+    def _reaches(self, message: Tensor) -> FloatArray:
+        """How far the values that each block of a message represents may lie from it."""
+        found: FloatArray = message.cpu().numpy().view(np.float64)[self._reach_at]
+        return found
+
+    def _records(self, chunk: Chunk, message: Tensor) -> FloatArray:
+        """The records of a chunk's blocks, which a message begins with: of shape (blocks, 3). On a CPU a view."""
+        count = len(chunk.blocks)
+        records: FloatArray = message[: self._record * count].cpu().numpy().view(np.float64).reshape(count, FIELDS)
+        return records
 
     def _reduce(
         self, chunk: Chunk, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, message_id: MessageId
     ) -> None:
-        scratch = self._scratch()
-        for run in self._runs[chunk.start]:
-            records = [run.records(message, chunk.start).cpu().numpy().copy() for message in messages]
-            parts = [run.codes(message, chunk.start) for message in messages]
-            noise = self._noise(message_id, run)
-            written = self._move(run, records, parts, sizes, run.codes(out, chunk.start), scratch, noise)
-            written[np.isnan([read[:, 0] for read in records]).any(0)] = _NOT_FINITE
-            run.records(out, chunk.start).copy_(torch.from_numpy(written))
-
-    def _move(
-        self,
-        run: Stretch,
-        records: Sequence[FloatArray],
-        parts: Sequence[Tensor],
-        sizes: Sequence[int],
-        codes: Tensor,
-        scratch: Scratch,
-        noise: Sequence[Tensor],
-    ) -> FloatArray:
-        """Writes the mean of some messages as the first one's lattice numbers, each moved by a few steps, and returns its
-        records. A block has no codes if some of the values that it represents would be too far from it."""
-        total = torch.zeros(run.numel, dtype=self.compute, device=self.device)
+        # The mean is the first one's lattice numbers, each moved by a few steps. A block has no codes if some of the values
+        # that it represents would be too far from it.
+        places, base = self._places[chunk.start], chunk.start
+        records = [self._records(chunk, message).copy() for message in messages]
         good, reach = np.isfinite(records[0][:, 0]), records[0][:, 2]
-        for theirs, their_codes, size in zip(records[1:], parts[1:], sizes[1:], strict=True):
-            steps, most, certain = scratch.wrapped(run, records[0], parts[0], theirs, their_codes)
+        totals = [torch.zeros(block.numel, dtype=self.compute, device=self.device) for block in chunk.blocks]
+        for theirs, message, size in zip(records[1:], messages[1:], sizes[1:], strict=True):
+            certain, most = self._lattice.compare(places, messages[0], message, base)
             good &= certain
             reach = np.maximum(reach, most + theirs[:, 2])
-            total.add_(steps, alpha=size)
-        moves = torch.empty_like(codes)
-        most, columns, both = scratch.round_up_or_down(run, total.div_(sum(sizes)), noise, moves)
-        torch.add(parts[0], moves, out=codes)
-        found = np.stack([records[0][:, 0] + columns, (records[0][:, 1] + both) % PRIME, reach + most], axis=1)
-        found[~(good & (reach + most <= 127))] = _NOTHING
-        return found
+            for block, total in zip(chunk.blocks, totals, strict=True):
+                total.add_(self._lattice.difference(block, messages[0], message, base), alpha=size)
+        for total in totals:
+            total.div_(sum(sizes))
+        moves = torch.empty_like(messages[0])
+        most = self._lattice.encode(places, totals, np.ones(len(totals)), message_id, moves, base)
+        moved = self._records(chunk, moves)
+        codes = slice(chunk.blocks[0].at - base, chunk.blocks[-1].at - base + chunk.blocks[-1].numel)
+        torch.add(messages[0][codes], moves[codes], out=out[codes])
+        sums = records[0][:, 0] + moved[:, 0], (records[0][:, 1] + moved[:, 1]) % PRIME
+        written = np.stack([*sums, reach + most], axis=1)
+        written[~(good & (reach + most <= 127))] = _NOTHING
+        written[np.isnan([read[:, 0] for read in records]).any(0)] = _NOT_FINITE
+        out[: self._record * len(written)].view(torch.float64).copy_(torch.from_numpy(written.reshape(-1)))
 
     def proposals(self, values: Sequence[Tensor], sent: Tensor) -> Iterator[tuple[Block, Tensor]]:
         for place, block in enumerate(self._blocks):
@@ -317,18 +290,3 @@ class Int8(Blockwise):
             step, code = float(self._steps[place]), self._codes(sent, block, torch.int8).to(self.compute)
             # The lattice number with this code that is nearest to the value.
             yield block, (code + 256 * torch.round((value / step - code) / 256)) * step
-
-    # -- blocks -------------------------------------------------------------------------------------------------------
-
-    def _scratch(self) -> Scratch:
-        return Scratch(list(self._each_run()), self.compute, self.device)
-
-    def _each_run(self) -> Iterator[Stretch]:
-        return itertools.chain.from_iterable(self._runs.values())
-
-    def _noise(self, message_id: MessageId, run: Stretch) -> list[Tensor]:
-        by_round = message_id.round, message_id.rank
-        return [
-            noise_at(block.numel, self.compute, self.device, *by_round, self.tensors[block.tensor].index, block.start)
-            for block in run.blocks
-        ]

@@ -50,6 +50,100 @@ _LOADING = threading.Lock()
 _Bases = list["Tensor | None"]
 
 
+class _EdgeBases:
+    """The bases of a bucket's matrices: those that are drawn, and those that single edges have learned.
+
+    Args:
+        tensors: the flat tensors of the bucket.
+        matrices: for each whether it is projected.
+        rank: the number of columns of a basis.
+    """
+
+    def __init__(self, tensors: Sequence[FlatTensor], matrices: Sequence[bool], rank: int, device: torch.device) -> None:
+        self._tensors, self._matrices, self._rank, self._device = tensors, matrices, rank, device
+        # By side: columns of noise for each matrix, and the bases that are made of them.
+        self._noise = [
+            {number: self._draw(number, side) for number, is_matrix in enumerate(matrices) if is_matrix} for side in (0, 1)
+        ]
+        with _LOADING:
+            self.drawn = [self._drawn_bases(noise) for noise in self._noise]
+        # By members of the edge and side.
+        self._learned: dict[tuple[tuple[int, ...], int], _Bases] = {}
+
+    def of(self, edge: tuple[int, ...], side: int) -> _Bases:
+        """The bases with which ``edge`` multiplies from ``side``, one for each matrix: what it has learned, or as drawn."""
+        drawn = self.drawn[side]
+        learned = self._learned.get((edge, side))
+        return drawn if learned is None else [own if own is not None else new for own, new in zip(learned, drawn, strict=True)]
+
+    def _drawn_bases(self, noise: Mapping[int, Tensor]) -> _Bases:
+        made = _orthonormal([columns.to(torch.float64) for columns in noise.values()])
+        bases = {number: basis for number, (basis, _) in zip(noise, made, strict=True)}
+        return [bases.get(number) for number in range(len(self._tensors))]
+
+    def _draw(self, number: int, side: int) -> Tensor:
+        """Columns of unit length for the basis of a matrix, the same on all workers; float32."""
+        tensor = self._tensors[number]
+        rows = tensor.rows if side else tensor.columns
+        named, dtype = (tensor.index, side), torch.float64
+
+        def part(column: int, start: int) -> Tensor:
+            return noise_at(min(NOISE_LENGTH, rows - start), dtype, self._device, *named, start, shift=_APART * column)
+
+        columns = [torch.cat([part(column, start) for start in range(0, rows, NOISE_LENGTH)]) for column in range(self._rank)]
+        return torch.stack(columns, dim=1).mul_(math.sqrt(12 / rows)).to(torch.float32)
+
+    def learn(self, edge: tuple[int, ...], side: int, found: Mapping[int, Tensor], sign: float) -> None:
+        """Makes the bases of ``side`` from differences of projections from the other one."""
+        columns = []
+        for number, difference in found.items():
+            wide = difference.to(torch.float64)
+            wide = wide.mul_(sign) / wide.norm(dim=0).clamp_min(1e-300)
+            columns.append(wide.add_(self._noise[side][number], alpha=_NOISE))
+        learned = self._learned.setdefault((edge, side), [None] * len(self._tensors))
+        for number, (basis, good) in zip(found, _orthonormal(columns), strict=True):
+            drawn = self.drawn[side][number]
+            assert drawn is not None
+            learned[number] = torch.where(good, basis, drawn)
+
+    def forget(self, edge: tuple[int, ...]) -> None:
+        for side in (0, 1):
+            self._learned.pop((edge, side), None)
+
+    def state(self) -> list[dict[str, Tensor]]:
+        """Of each flat tensor, under keys such as '0-3.1': members of the edge, and the side."""
+        found: list[dict[str, Tensor]] = [{} for _ in self._tensors]
+        for (edge, side), bases in self._learned.items():
+            for own, basis in zip(found, bases, strict=True):
+                if basis is not None:
+                    own[f"{'-'.join(map(str, edge))}.{side}"] = basis
+        return found
+
+    def load_state(self, by_tensor: Sequence[Mapping[str, Tensor]]) -> None:
+        for number, (tensor, entries) in enumerate(zip(self._tensors, by_tensor, strict=True)):
+            for key, basis in entries.items():
+                members, _, place = key.partition(".")
+                # The run that is resumed may have had another compression, or another rank.
+                if not (place and self._matrices[number]):
+                    continue
+                side = int(place)
+                if basis.shape != (tensor.rows if side else tensor.columns, self._rank):
+                    continue
+                edge = tuple(map(int, members.split("-")))
+                learned = self._learned.setdefault((edge, side), [None] * len(self._tensors))
+                learned[number] = basis.to(device=self._device, copy=True)
+
+
+def _digest_of(bases: _Bases, device: torch.device) -> Tensor:
+    """int64, of shape (1,)."""
+    bits = [basis.view(torch.int16).flatten() for basis in bases if basis is not None]
+    if not bits:
+        return torch.zeros(1, dtype=torch.int64, device=device)
+    numbers = torch.cat(bits).to(torch.int64)
+    # Odd weights: no changed bit is lost modulo 2^64.
+    return numbers.mul_(torch.arange(1, 2 * len(numbers), 2, dtype=torch.int64, device=device)).sum(0, keepdim=True)
+
+
 class LowRank(Compression):
     """Projections of matrices, and everything else whole, as another compression codes them; see the module.
 
@@ -71,19 +165,11 @@ class LowRank(Compression):
         self._matrices = [self._is_matrix(tensor) for tensor in self.tensors]
         # One layout of the message for each side. Projections of half-precision values are sent in float32.
         self._sides = tuple(self.inner(self._projected(self.tensors, side), self.compute, device) for side in (0, 1))
-        self._elements = _ELEMENTS_ON_CPU if device.type == "cpu" else _ELEMENTS_ON_GPU
         self.hint_nbytes = sum(inner.hint_nbytes for inner in self._sides)
-        # By side: columns of noise for each matrix, and the bases that are made of them.
-        self._noise = [
-            {number: self._draw(number, side) for number, is_matrix in enumerate(self._matrices) if is_matrix}
-            for side in (0, 1)
-        ]
-        with _LOADING:
-            self._drawn = [self._drawn_bases(noise) for noise in self._noise]
-        # The bases that single edges have learned, by members and side.
-        self._learned: dict[tuple[tuple[int, ...], int], _Bases] = {}
-        # Exchanges in a row in which the ends had other bases, and rejected matrices, so far.
-        self._mismatches = self._unmixed = 0
+        self.most_nbytes = max(self._length(inner) for inner in self._sides)
+        self._edge_bases = _EdgeBases(self.tensors, self._matrices, self.rank, device)
+        # Exchanges in a row in which the ends had other bases.
+        self._mismatches = 0
         self._edge: tuple[int, ...] = ()
         self._lower = True
         self._side = 0
@@ -106,71 +192,18 @@ class LowRank(Compression):
         return self._sides[self._side]
 
     @property
-    def rejected(self) -> int:
-        return self._unmixed + sum(inner.rejected for inner in self._sides)
-
-    @property
-    def most_nbytes(self) -> int:
-        return max(self._length(inner) for inner in self._sides)
+    def _elements(self) -> int:
+        return _ELEMENTS_ON_CPU if self.device.type == "cpu" else _ELEMENTS_ON_GPU
 
     def _length(self, inner: Blockwise) -> int:
         return inner.nbytes + _DIGEST if inner.nbytes else 0
 
     def begin(self, edge: tuple[int, ...], rank: int, meeting: int) -> None:
         self._edge, self._side = edge, meeting % 2
-        # Differences have a sign, and both ends take that of the higher rank.
         self._lower = not edge or rank == edge[0]
         self.nbytes = self._length(self._inner)
-        self.chunks = (Chunk(0, self.nbytes, ()),) if self.nbytes else ()
-        self._bases = self._bases_of(edge, self._side)
-
-    # -- bases --------------------------------------------------------------------------------------------------------
-
-    def _bases_of(self, edge: tuple[int, ...], side: int) -> _Bases:
-        """The bases with which ``edge`` multiplies from ``side``, one for each matrix: what it has learned, or as drawn."""
-        drawn = self._drawn[side]
-        learned = self._learned.get((edge, side))
-        return drawn if learned is None else [own if own is not None else new for own, new in zip(learned, drawn, strict=True)]
-
-    def _drawn_bases(self, noise: Mapping[int, Tensor]) -> _Bases:
-        made = _orthonormal([columns.to(torch.float64) for columns in noise.values()])
-        bases = {number: basis for number, (basis, _) in zip(noise, made, strict=True)}
-        return [bases.get(number) for number in range(len(self.tensors))]
-
-    def _draw(self, number: int, side: int) -> Tensor:
-        """Columns of unit length for the basis of a matrix, the same on all workers; float32."""
-        tensor = self.tensors[number]
-        rows = tensor.rows if side else tensor.columns
-        named, dtype = (tensor.index, side), torch.float64
-
-        def part(column: int, start: int) -> Tensor:
-            return noise_at(min(NOISE_LENGTH, rows - start), dtype, self.device, *named, start, shift=_APART * column)
-
-        columns = [torch.cat([part(column, start) for start in range(0, rows, NOISE_LENGTH)]) for column in range(self.rank)]
-        return torch.stack(columns, dim=1).mul_(math.sqrt(12 / rows)).to(torch.float32)
-
-    def _learn(self, found: Mapping[int, Tensor]) -> None:
-        """Makes the bases of the other side from differences of projections."""
-        other = 1 - self._side
-        columns = []
-        for number, difference in found.items():
-            wide = difference.to(torch.float64)
-            wide = wide.mul_(1.0 if self._lower else -1.0) / wide.norm(dim=0).clamp_min(1e-300)
-            columns.append(wide.add_(self._noise[other][number], alpha=_NOISE))
-        learned = self._learned.setdefault((self._edge, other), [None] * len(self.tensors))
-        for number, (basis, good) in zip(found, _orthonormal(columns), strict=True):
-            drawn = self._drawn[other][number]
-            assert drawn is not None
-            learned[number] = torch.where(good, basis, drawn)
-
-    def _digest(self) -> Tensor:
-        """Of the bases of this exchange: int64, of shape (1,)."""
-        bits = [basis.view(torch.int16).flatten() for basis in self._bases if basis is not None]
-        if not bits:
-            return torch.zeros(1, dtype=torch.int64, device=self.device)
-        numbers = torch.cat(bits).to(torch.int64)
-        # Odd weights: no changed bit is lost modulo 2^64.
-        return numbers.mul_(torch.arange(1, 2 * len(numbers), 2, dtype=torch.int64, device=self.device)).sum(0, keepdim=True)
+        self.chunks = (Chunk(0, self.nbytes, (), has_flag=True),) if self.nbytes else ()
+        self._bases = self._edge_bases.of(edge, self._side)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -185,7 +218,7 @@ class LowRank(Compression):
     def encode(self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> Iterator[int]:
         if not self.nbytes:
             return
-        out[:_DIGEST].view(torch.int64).copy_(self._digest())
+        out[:_DIGEST].view(torch.int64).copy_(_digest_of(self._bases, self.device))
         for ready in self._inner.encode(
             self._numbers(values, self._side, self._bases), out[_DIGEST:], message_id, self._own_part(hints)
         ):
@@ -202,7 +235,7 @@ class LowRank(Compression):
         def make(number: int) -> Tensor:
             if not self._matrices[number]:
                 return values[number].to(self.compute)
-            basis = (bases or self._drawn[side])[number]
+            basis = (bases or self._edge_bases.drawn[side])[number]
             assert basis is not None
             return self._project(values[number], number, side, basis)
 
@@ -240,6 +273,7 @@ class LowRank(Compression):
         self._mismatches = 0 if agree else self._mismatches + 1
         found: dict[int, Tensor] = {}
         broken: set[int] = set()
+        before = self._inner.rejected
         for block, difference, unit in self._inner.differences(sent[_DIGEST:], received[_DIGEST:]):
             number, tensor = block.tensor, self.tensors[block.tensor]
             if not self._matrices[number]:
@@ -257,14 +291,15 @@ class LowRank(Compression):
             if agree and number not in broken:
                 yield from self._expand(number, found[number])
                 continue
-            self._unmixed += not agree
+            self.rejected += not agree
             found.pop(number)
             yield Block(number, 0, tensor.numel, 0, 0), None, 1.0
+        self.rejected += self._inner.rejected - before
         if agree:
-            self._learn(found)
+            # Differences have a sign, and both ends take that of the higher rank.
+            self._edge_bases.learn(self._edge, 1 - self._side, found, 1.0 if self._lower else -1.0)
         else:
-            for side in (0, 1):
-                self._learned.pop((self._edge, side), None)
+            self._edge_bases.forget(self._edge)
 
     def _expand(self, number: int, difference: Tensor) -> Iterator[tuple[Block, Tensor, float]]:
         """The difference of the matrices, some rows at a time."""
@@ -301,33 +336,18 @@ class LowRank(Compression):
     # -- saving and resuming ------------------------------------------------------------------------------------------
 
     def state(self) -> list[dict[str, Tensor]]:
-        """That of both sides' inner compressions, and bases under keys such as '0-3.1': members of the edge, and the side."""
-        found: list[dict[str, Tensor]] = [{} for _ in self.tensors]
+        """That of both sides' inner compressions, and the bases."""
+        found = self._edge_bases.state()
         for side, inner in enumerate(self._sides):
             for own, entries in zip(found, inner.state(), strict=True):
                 own.update({f"{key}_{side}": value for key, value in entries.items()})
-        for (edge, side), bases in self._learned.items():
-            for own, basis in zip(found, bases, strict=True):
-                if basis is not None:
-                    own[f"{'-'.join(map(str, edge))}.{side}"] = basis
         return found
 
     def load_state(self, by_tensor: Sequence[Mapping[str, Tensor]]) -> None:
         for side, inner in enumerate(self._sides):
             end = f"_{side}"
             inner.load_state([{key.removesuffix(end): own[key] for key in own if key.endswith(end)} for own in by_tensor])
-        for number, (tensor, entries) in enumerate(zip(self.tensors, by_tensor, strict=True)):
-            for key, basis in entries.items():
-                members, _, place = key.partition(".")
-                # The run that is resumed may have had another compression, or another rank.
-                if not (place and self._matrices[number]):
-                    continue
-                side = int(place)
-                if basis.shape != (tensor.rows if side else tensor.columns, self.rank):
-                    continue
-                edge = tuple(map(int, members.split("-")))
-                learned = self._learned.setdefault((edge, side), [None] * len(self.tensors))
-                learned[number] = basis.to(device=self.device, copy=True)
+        self._edge_bases.load_state(by_tensor)
 
 
 class _Numbers(Sequence[Tensor]):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from decent_dp.compression import Compression, Lossless, LowRank, for_momentum
+from decent_dp.compression import Compression, Lossless, LowRank, flag_of, for_momentum
 from decent_dp.engine.bucket import Bucket, Edit, InFlight
 from decent_dp.engine.layout import FlatBuffer, TensorSpec, plan_turns
 from decent_dp.engine.outcome import ARRIVED, SAT_OUT, NonFinite, Outcome
@@ -176,7 +176,7 @@ class Engine:
             bucket.mix_nothing(in_flight.round)
             return SAT_OUT
         self.counts.exchanges += 1
-        flags = handle.flags or tuple(map(bucket.compression.flag, bucket.messages))
+        flags = handle.flags or tuple(map(flag_of, bucket.messages))
         ranks = {flag - 1 for flag in flags if flag}
         if self._transport.rank in ranks:
             self.nonfinite_in = in_flight.round.number

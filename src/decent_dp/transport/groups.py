@@ -128,7 +128,7 @@ class _ChunkReduction:
         # Parts that are missing before the sum can be made: the children's and this worker's own.
         self._missing = len(place.children) + 1
         peers = len(place.children) + (place.parent is not None)
-        self.bytes_sent = peers * request.compression.payload([chunk])
+        self.bytes_sent = peers * chunk.payload
         group.handle.expect(2 * peers)
 
     def begin(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from decent_dp.compression import flag_of
 from decent_dp.transport.interface import ExchangeRequest
 from decent_dp.transport.streams import beside, record
 from decent_dp.transport.waiter import Waiter, telling
@@ -99,7 +100,7 @@ class HostMessages:
         """Of the sent and the received messages."""
         compression = self._request.compression
         messages = self.on_host.received.view(-1, max(compression.nbytes, 1))
-        return compression.flag(self.on_host.sent), max(map(compression.flag, messages), default=0)
+        return flag_of(self.on_host.sent), max(map(flag_of, messages), default=0)
 
     def finish(self) -> None:
         """What is queued on the current stream from now on finds the received message."""

@@ -240,7 +240,7 @@ class InProcessTransport(Transport):
                     request.reduce(number, messages, [1] * len(ranks), mean, 0)
             _wait_until_written(request.received)  # the memory of the copies may be reused by another stream
 
-        handle = DeferredHandle(finish, request.compression.payload(request.compression.chunks) * (len(ranks) - 1))
+        handle = DeferredHandle(finish, sum(chunk.payload for chunk in request.compression.chunks) * (len(ranks) - 1))
         return handle
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from decent_dp.compression import flag_of, flag_view
 from decent_dp.topo import Edge
 from decent_dp.transport.interface import DeferredHandle, ExchangeRequest, Explain, Handle
 from decent_dp.transport.rendezvous import Communicator
@@ -43,11 +44,9 @@ class NcclPairs:
 
         def finish() -> tuple[int, int] | None:
             _wait(work, self._explain, [peer], request.exchange_id)
-            return _flags(
-                work, request, lambda: (request.compression.flag(request.sent), request.compression.flag(request.received))
-            )
+            return _flags(work, request, lambda: (flag_of(request.sent), flag_of(request.received)))
 
-        return DeferredHandle(finish, request.compression.payload(request.compression.chunks))
+        return DeferredHandle(finish, sum(chunk.payload for chunk in request.compression.chunks))
 
 
 class AllReduceGroups:
@@ -64,7 +63,7 @@ class AllReduceGroups:
         total = received.copy_(request.sent.view(dtype)) if dtype == compute else request.sent.view(dtype).to(compute)
         largest: Any = dist.AllreduceOptions()
         largest.reduceOp = dist.ReduceOp.MAX
-        flag = request.compression.flag_view(request.sent).clone()
+        flag = flag_view(request.sent).clone()
         try:
             work = self._communicator.allreduce([total])
             of_flag = self._communicator.allreduce([flag], largest)
@@ -77,8 +76,8 @@ class AllReduceGroups:
             total.div_(len(edge.ranks))
             if total is not received:
                 received.copy_(total)
-            request.compression.flag_view(request.received).copy_(flag)
-            return _flags(of_flag, request, lambda: (request.compression.flag(request.sent), int(flag.sum())))
+            flag_view(request.received).copy_(flag)
+            return _flags(of_flag, request, lambda: (flag_of(request.sent), int(flag.sum())))
 
         # In a ring every worker sends 2 (m - 1)/m of the message, in the dtype of the sum.
         numel, m = request.compression.nbytes // dtype.itemsize, len(edge.ranks)

@@ -181,7 +181,7 @@ class _Swap:
     def __init__(self, wire: Wire, request: ExchangeRequest, handle: WireHandle, others: list[int], rank: int) -> None:
         self._wire = wire
         key, sent = key_of(request.exchange_id, WHOLE), bytes_of(request.sent)
-        self.bytes_sent = len(others) * request.compression.payload(request.compression.chunks)
+        self.bytes_sent = len(others) * sum(chunk.payload for chunk in request.compression.chunks)
         handle.expect(len(others))
         self._pairs = handle.pairs
         members = sorted([*others, rank])

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decent_dp.compression import Compression, Lossless, MessageId, all_finite
+from decent_dp.compression import Compression, Lossless, MessageId, all_finite, flag_of
 from decent_dp.engine.bucket import Bucket, InFlight
 from decent_dp.engine.layout import BucketPlan, FlatBuffer, TensorSpec, plan_buckets, plan_turns
 from decent_dp.rules import Round, Rule
@@ -279,7 +279,7 @@ class CompressedExchange(SimulatedExchange):
                 pass
         sent = [buckets[rank].messages[0] for rank in ranks]
         compression = buckets[ranks[0]].compression
-        self.bytes_sent += 2 * (len(ranks) - 1) * compression.payload(compression.chunks)
+        self.bytes_sent += 2 * (len(ranks) - 1) * sum(chunk.payload for chunk in compression.chunks)
         if len(ranks) == 2:
             for rank, other in zip(ranks, sent[::-1], strict=True):
                 buckets[rank].messages[1].copy_(other)
@@ -300,7 +300,7 @@ class CompressedExchange(SimulatedExchange):
             if in_flight is None:
                 continue
             alone = in_flight.sits_out or self._faults.is_hole(in_flight.edge)
-            if alone or any(map(bucket.compression.flag, bucket.messages)):
+            if alone or any(map(flag_of, bucket.messages)):
                 bucket.mix_nothing(in_flight.round)
             else:
                 bucket.mix(in_flight, self.factor)

@@ -1,15 +1,14 @@
-"""Messages on a GPU, in Triton: one pass over memory for each coding and each mixing, for all tensors of a bucket at once.
+"""The int8 compression on a GPU, in Triton: one pass over memory for each coding and each mixing, for all tensors of a bucket.
 
-Tensors are found through a table of tiles. A tile is up to `TILE` elements of one tensor that lie one after another, in memory
-and in the message. Those whose memory allows wide loads have launches of their own.
-
-Products and sums are rounded one after the other (``enable_fp_fusion=False``), as the forms in torch do it.
+Messages and values are those of ``Lattice``. Tensors are found through a table of tiles. A tile is up to `TILE` elements of a
+tensor that lie one after another, in memory and in the message. Those whose memory allows wide loads have own launches.
+Products and sums are rounded one after the other (``enable_fp_fusion=False``), as the form in torch does it. What the host must
+know is copied to it beside the computation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,20 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .pieces import on_device
+from decent_dp._triton import on_device
+from decent_dp.compression.codec import FLAG, Block, MessageId, flag_view
+from decent_dp.compression.lattice import FIELDS, BoolArray, FloatArray, sum_weights
+from decent_dp.compression.stochastic_rounding import noise_starts, noise_table
 
-__all__ = [
-    "Lattice",
-    "Part",
-    "Tiles",
-    "encode_int8",
-    "encode_plain",
-    "largest",
-    "mix_int8",
-    "mix_plain",
-    "moved",
-    "verify_int8",
-]
+__all__ = ["TritonLattice", "attempt"]
 
 COLUMNS = 256
 # Elements of a tile: 32 for each thread of four warps.
@@ -39,9 +30,9 @@ TILE = 4096
 _WARPS = 4
 # Bytes that one thread loads at once.
 _VECTOR = 16
-# Alignment of codes of one byte in a message, of which each thread writes a few at once.
+# Alignment of codes in a message, of which each thread writes a few at once.
 _CODES = 8
-# What the table says of a tile: its place from the base tensor in elements, its first code in the message in codes, its number
+# What the table says of a tile: its place from the base tensor in elements, its first code in the message, its number
 # of elements, its block, and its first row in the block.
 _FIELDS = 5
 
@@ -53,40 +44,23 @@ _COLUMNS: tl.constexpr = tl.constexpr(COLUMNS)
 _INFINITE: tl.constexpr = tl.constexpr(0x7F800000)  # the bits of a float32
 
 
-@dataclass(frozen=True)
-class Part:
-    """Elements ``[start, start + numel)`` of tensor number ``tensor``; ``at`` is the byte of the first code in the message.
+class _Tiles:
+    """The tiles of a bucket's blocks, of at most 2^16 elements each, on its device. ``itemsize``: bytes of a value."""
 
-    ``numel`` is at most 2^16 where blocks are summed. Parts are numbered in order: these are the numbers of blocks.
-    """
-
-    tensor: int
-    start: int
-    numel: int
-    at: int
-
-
-class Tiles:
-    """The tiles of a bucket's parts, on its device.
-
-    Args:
-        itemsize: bytes of a value; ``code_itemsize``: of a code, which ``Part.at`` is a multiple of.
-    """
-
-    def __init__(self, parts: Sequence[Part], itemsize: int, code_itemsize: int, device: torch.device) -> None:
-        self._itemsize, self._code_itemsize, self._device = itemsize, code_itemsize, device
+    def __init__(self, blocks: Sequence[Block], itemsize: int, device: torch.device) -> None:
+        self._itemsize, self._device = itemsize, device
         rows = []
-        for number, part in enumerate(parts):
-            first = np.arange(0, part.numel, TILE, dtype=np.int64)
+        for number, block in enumerate(blocks):
+            first = np.arange(0, block.numel, TILE, dtype=np.int64)
             table = np.zeros((len(first), _FIELDS), dtype=np.int64)
-            table[:, 0] = part.start + first
-            table[:, 1] = part.at // code_itemsize + first
-            table[:, 2] = np.minimum(part.numel - first, TILE)
+            table[:, 0] = block.start + first
+            table[:, 1] = block.at + first
+            table[:, 2] = np.minimum(block.numel - first, TILE)
             table[:, 3] = number
             table[:, 4] = first // COLUMNS
             rows.append(table)
         self._rows = np.concatenate(rows) if rows else np.zeros((0, _FIELDS), dtype=np.int64)
-        self._tensor = np.repeat([part.tensor for part in parts], [len(table) for table in rows]).astype(np.int64)
+        self._tensor = np.repeat([block.tensor for block in blocks], [len(table) for table in rows]).astype(np.int64)
         self._addresses: list[int] = []
         # Tables of the tiles with wide loads, which are all full, and of the others: for codes and values, and for codes alone.
         self._bound = self._unbound = self._split(self._rows, np.ones(len(self._rows), dtype=bool))
@@ -106,13 +80,9 @@ class Tiles:
         self._bound = self._split(table, aligned)
 
     def _split(self, table: Any, aligned: Any) -> tuple[Tensor, Tensor]:
-        aligned = aligned & (table[:, 2] == TILE) & (table[:, 1] * self._code_itemsize % self._code_alignment == 0)
-        wide, rest = (moved(torch.from_numpy(part), self._device) for part in (table[aligned], table[~aligned]))
+        aligned = aligned & (table[:, 2] == TILE) & (table[:, 1] % _CODES == 0)
+        wide, rest = (_moved(torch.from_numpy(part), self._device) for part in (table[aligned], table[~aligned]))
         return wide, rest
-
-    @property
-    def _code_alignment(self) -> int:
-        return _CODES if self._code_itemsize == 1 else _VECTOR
 
     def launch(self, kernel: Any, *arguments: Any, messages: Sequence[Tensor] = (), values: bool = True) -> None:
         """Launches ``kernel`` on all tiles.
@@ -122,7 +92,7 @@ class Tiles:
             values: whether the kernel looks at the tensors of ``bind``.
         """
         wide = all(message.data_ptr() % _VECTOR == 0 for message in messages)
-        steps = _VECTOR // self._itemsize, self._code_alignment // self._code_itemsize
+        steps = _VECTOR // self._itemsize, _CODES
         tables = self._bound if values else self._unbound
         with on_device(self._device):
             for table, aligned in zip(tables, (wide, False), strict=True):
@@ -133,7 +103,7 @@ class Tiles:
                     )
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on the device, queued on its current stream without waiting for it."""
     if device.type != "cuda":
         return tensor.to(device, copy=True)
@@ -147,67 +117,6 @@ def _tile(table, MULTIPLE: tl.constexpr, CODES: tl.constexpr):
     place = tl.multiple_of(tl.load(row), MULTIPLE)
     at = tl.multiple_of(tl.load(row + 1), CODES)
     return place, at, tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
-
-
-# -- the values themselves, in their own dtype or a narrower one ---------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=["mark"])
-def _encode_plain(
-    base, table, codes, flag, mark, TILE: tl.constexpr, MULTIPLE: tl.constexpr, CODES: tl.constexpr, WHOLE: tl.constexpr
-):
-    place, at, count, _, _ = _tile(table, MULTIPLE, CODES)
-    offsets = tl.arange(0, TILE)
-    if WHOLE:
-        code = tl.load(base + place + offsets).to(codes.dtype.element_ty)
-        tl.store(codes + at + offsets, code)
-    else:
-        inside = offsets < count
-        code = tl.load(base + place + offsets, mask=inside, other=0.0).to(codes.dtype.element_ty)
-        tl.store(codes + at + offsets, code, mask=inside)
-    # False for NaN, too.
-    finite = tl.abs(code.to(tl.float32)) < float("inf")
-    if tl.min(finite.to(tl.int32)) == 0:
-        tl.atomic_max(flag, mark + tl.zeros((), tl.int64))
-
-
-@triton.jit
-def _mix_plain(
-    base, table, sent, received, rate, TILE: tl.constexpr, MULTIPLE: tl.constexpr, CODES: tl.constexpr, WHOLE: tl.constexpr
-):
-    place, at, count, _, _ = _tile(table, MULTIPLE, CODES)
-    offsets = tl.arange(0, TILE)
-    if WHOLE:
-        x = tl.load(base + place + offsets)
-        theirs, ours = tl.load(received + at + offsets), tl.load(sent + at + offsets)
-    else:
-        inside = offsets < count
-        x = tl.load(base + place + offsets, mask=inside, other=0.0)
-        theirs = tl.load(received + at + offsets, mask=inside, other=0.0)
-        ours = tl.load(sent + at + offsets, mask=inside, other=0.0)
-    moved = (x.to(tl.float32) + (theirs.to(tl.float32) - ours.to(tl.float32)) * rate).to(x.dtype)
-    if WHOLE:
-        tl.store(base + place + offsets, moved)
-    else:
-        tl.store(base + place + offsets, moved, mask=offsets < count)
-
-
-def encode_plain(tiles: Tiles, values: Sequence[Tensor], codes: Tensor, flag: Tensor, mark: int) -> None:
-    """Writes ``values`` into ``codes``, the message in the dtype of its codes; ``flag`` (int64, of shape (1,)) becomes ``mark``
-    if a code is not finite, else 0."""
-    flag.zero_()
-    tiles.bind(values)
-    tiles.launch(_encode_plain, codes, flag, mark, messages=[codes])
-
-
-def mix_plain(tiles: Tiles, values: Sequence[Tensor], sent: Tensor, received: Tensor, rate: float) -> None:
-    """values += rate · (received - sent), in float32; the messages are given in the dtype of their codes."""
-    tiles.bind(values)
-    tiles.launch(_mix_plain, sent, received, rate, messages=[sent, received])
-    torch.autograd.graph.increment_version(values)
-
-
-# -- one byte per value (see `compression.int8` and `compression.lattice`) -----------------------------------------------
 
 
 @triton.jit
@@ -373,77 +282,125 @@ def _largest(base, table, found, TILE: tl.constexpr, MULTIPLE: tl.constexpr, COD
 _LANES = 128
 
 
-@dataclass(frozen=True)
-class Lattice:
-    """What is the same in all exchanges of a bucket.
-
-    Attributes:
-        tiles: of its blocks.
-        places: of the blocks' records in the message, in float64s; int64, of shape (blocks,).
-        factors: weights of columns, factors of columns and factors of rows, int32, of shape (3, 256).
-        noise: k for (k + 1/2) · 2^-16, int16, of shape (2^17,).
-    """
-
-    tiles: Tiles
-    places: Tensor
-    factors: Tensor
-    noise: Tensor
-
-    @property
-    def blocks(self) -> int:
-        return len(self.places)
-
-    @property
-    def _programs(self) -> tuple[int]:
-        return (triton.cdiv(self.blocks, _LANES),)
-
-
-def encode_int8(
-    lattice: Lattice, values: Sequence[Tensor], out: Tensor, flag: Tensor, mark: int, steps: Tensor, starts: Tensor
-) -> Tensor:
-    """Writes a message.
+class TritonLattice:
+    """The arithmetic on the blocks of a bucket on a GPU, all of them in a few launches.
 
     Args:
-        steps: the step of each block and its inverse, float32, of shape (blocks, 2).
-        starts: where the noise of each block begins, int32, of shape (blocks,).
-
-    Returns:
-        (blocks, 4), int64. In the last two columns the bits of two float32: of the largest lattice number and of the largest
-        value, both without sign.
+        blocks, numbers: as of ``Lattice``.
+        dtype: of the values, which are computed in float32.
     """
-    sums = torch.zeros(lattice.blocks, 4, dtype=torch.int64, device=out.device)
-    flag.zero_()
-    lattice.tiles.bind(values)
-    lattice.tiles.launch(_encode_int8, out, sums, steps, starts, lattice.noise, lattice.factors, messages=[out])
-    with on_device(out.device):
-        _write_records[lattice._programs](sums, out.view(torch.float64), lattice.places, flag, mark, lattice.blocks, _LANES)
-    return sums
+
+    def __init__(self, blocks: Sequence[Block], numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self._device, self._blocks = device, len(blocks)
+        self._tiles = _Tiles(blocks, dtype.itemsize, device)
+        # Of the blocks' records in the message, in float64s.
+        self._places = torch.tensor([block.record // 8 for block in blocks], dtype=torch.int64, device=device)
+        # Weights of columns, factors of columns and factors of rows.
+        self._factors = torch.from_numpy(sum_weights().astype(np.int32)).to(device)
+        # k for (k + 1/2) · 2^-16: half of the numbers themselves, which are read as often as the values.
+        self._noise = (noise_table(torch.float32, device) * 2**16 - 0.5).to(torch.int16)
+        self._numbers = np.array(numbers, dtype=np.int64)
+        self._starts = np.array([block.start for block in blocks], dtype=np.int64)
+        # The step of each block and its inverse.
+        self._steps: Tensor | None = None
+        self._encoded: _Reading | None = None
+        self._compared: tuple[Tensor, _Reading] | None = None
+
+    def _programs(self) -> tuple[int]:
+        return (triton.cdiv(self._blocks, _LANES),)
+
+    def largest(self, values: Sequence[Tensor]) -> FloatArray:
+        """The largest absolute value of each block. Waits for the GPU."""
+        found = torch.zeros(self._blocks, dtype=torch.int32, device=self._device)
+        self._tiles.bind(list(values))
+        self._tiles.launch(_largest, found)
+        largest: FloatArray = found.view(torch.float32).cpu().numpy().astype(np.float64)
+        return largest
+
+    def set_steps(self, steps: FloatArray) -> None:
+        """An exchange begins, with these steps of its blocks."""
+        self._compared = None
+        self._steps = _moved(torch.from_numpy(np.stack([steps, 1.0 / steps], axis=1).astype(np.float32)), self._device)
+
+    def encode(self, values: Sequence[Tensor], out: Tensor, message_id: MessageId) -> None:
+        """Writes a message, with its flag."""
+        starts = noise_starts((message_id.round, message_id.rank), self._numbers, self._starts).astype(np.int32)
+        moved, flag, mark = _moved(torch.from_numpy(starts), self._device), flag_view(out), message_id.rank + 1
+        # Two sums, and the bits of two float32: of the largest lattice number and of the largest value, both without sign.
+        sums = torch.zeros(self._blocks, 4, dtype=torch.int64, device=self._device)
+        flag.zero_()
+        self._tiles.bind(list(values))  # as a list: the tensors of a low-rank message are made when they are read
+        self._tiles.launch(_encode_int8, out, sums, self._steps, moved, self._noise, self._factors, messages=[out])
+        with on_device(self._device):
+            _write_records[self._programs()](sums, out.view(torch.float64), self._places, flag, mark, self._blocks, _LANES)
+        self._encoded = _Reading(sums)
+
+    def encoded(self) -> tuple[FloatArray, FloatArray] | None:
+        """The largest lattice number and the largest absolute value of each block of the last message, once."""
+        if self._encoded is None:
+            return None
+        sums, self._encoded = self._encoded.read(), None
+        most, largest = (np.ascontiguousarray(sums[:, column].astype(np.int32)).view(np.float32) for column in (2, 3))
+        return most.astype(np.float64), largest.astype(np.float64)
+
+    def begin_compare(self, ours: Tensor, theirs: Tensor) -> None:
+        """Begins to compare two messages, on the current stream."""
+        sums = torch.zeros(self._blocks, 4, dtype=torch.int64, device=self._device)
+        # Whether the difference of a block is certain, and how far the other's values lie from this worker's, in steps.
+        found = torch.empty(self._blocks, 2, dtype=torch.float64, device=self._device)
+        self._tiles.launch(_verify_int8, ours, theirs, sums, self._factors, messages=[ours, theirs], values=False)
+        records = ours.view(torch.float64), theirs.view(torch.float64)
+        with on_device(self._device):
+            _judge[self._programs()](sums, *records, self._places, found, self._blocks, _LANES)
+        self._compared = found, _Reading(found)
+
+    def compare(self, ours: Tensor, theirs: Tensor) -> tuple[BoolArray, FloatArray, Tensor]:
+        """For each block whether the differences are certain, and the reach of the other's values, in steps; and both on the
+        device, where kernels that are launched from now on can read them."""
+        if self._compared is None:
+            self.begin_compare(ours, theirs)
+        assert self._compared is not None
+        (found, reading), self._compared = self._compared, None
+        host = reading.read()
+        if found.is_cuda:
+            found.record_stream(torch.cuda.current_stream(found.device))
+        return host[:, 0] != 0, host[:, 1], found
+
+    def mix(self, values: Sequence[Tensor], ours: Tensor, theirs: Tensor, found: Tensor, rate: float) -> None:
+        """values += rate · step · (theirs - ours) in the blocks that are certain (``found``: of ``compare``)."""
+        values = list(values)
+        self._tiles.bind(values)
+        self._tiles.launch(_mix_int8, ours, theirs, found, self._steps, rate, messages=[ours, theirs])
+        torch.autograd.graph.increment_version(values)
 
 
-def verify_int8(lattice: Lattice, sent: Tensor, received: Tensor) -> Tensor:
-    """Compares two messages: (blocks, 2), float64: 1.0 where the difference of a block is certain, and how far the other's
-    values lie from this worker's, in steps."""
-    sums = torch.zeros(lattice.blocks, 4, dtype=torch.int64, device=sent.device)
-    found = torch.empty(lattice.blocks, 2, dtype=torch.float64, device=sent.device)
-    lattice.tiles.launch(_verify_int8, sent, received, sums, lattice.factors, messages=[sent, received], values=False)
-    records = sent.view(torch.float64), received.view(torch.float64)
-    with on_device(sent.device):
-        _judge[lattice._programs](sums, *records, lattice.places, found, lattice.blocks, _LANES)
-    return found
+def attempt(device: torch.device, dtype: torch.dtype) -> None:
+    """Runs all kernels, for both forms of tiles: values of a whole tile and of one more element, a block for each."""
+    record = 8 * FIELDS
+    first, last = 2 * record, 2 * record + TILE
+    blocks = [Block(0, 0, TILE, first, 0), Block(0, TILE, TILE + 1, last, record)]
+    values = [torch.zeros(TILE + 1, dtype=dtype, device=device)]
+    sent, received = (torch.zeros(last + 2 * FLAG, dtype=torch.uint8, device=device) for _ in range(2))
+    coder = TritonLattice(blocks, [0, 0], dtype, device)
+    coder.set_steps(np.ones(len(blocks)))
+    coder.encode(values, sent, MessageId(0, 0))
+    coder.mix(values, sent, received, coder.compare(sent, received)[2], 0.5)
+    coder.largest(values)
 
 
-def mix_int8(
-    lattice: Lattice, values: Sequence[Tensor], sent: Tensor, received: Tensor, found: Tensor, steps: Tensor, rate: float
-) -> None:
-    """values += rate · step · (received - sent) in the blocks that are certain (``found``: of ``verify_int8``)."""
-    lattice.tiles.bind(values)
-    lattice.tiles.launch(_mix_int8, sent, received, found, steps, rate, messages=[sent, received])
-    torch.autograd.graph.increment_version(values)
+class _Reading:
+    """A copy of a small tensor to the CPU, queued on the current stream."""
 
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        self._host.copy_(tensor, non_blocking=True)
+        self._event: Any = None
+        if tensor.is_cuda:
+            self._event = torch.cuda.Event(blocking=True)
+            self._event.record(torch.cuda.current_stream(tensor.device))
 
-def largest(lattice: Lattice, values: Sequence[Tensor]) -> Tensor:
-    """The largest absolute value of each block, float32, of shape (blocks,)."""
-    found = torch.zeros(lattice.blocks, dtype=torch.int32, device=lattice.places.device)
-    lattice.tiles.bind(values)
-    lattice.tiles.launch(_largest, found)
-    return found.view(torch.float32)
+    def read(self) -> Any:
+        """Waits for it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.numpy()
