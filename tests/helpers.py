@@ -82,6 +82,21 @@ def alone(model: nn.Module, optim_fn: Any = SGD, **options: Any) -> Decentralize
     return DecentralizedDataParallel(model, optim_fn, transport=InProcessTransport(), **options)
 
 
+def beside(model: nn.Module, step: Any, optim_fn: Any = SGD, steps: int = 4, tolerance: float = 0.0, **options: Any) -> Any:
+    """Runs ``step(model, t) -> loss`` in the wrapper and in plain PyTorch; parameters must agree after every step."""
+    twin = copy.deepcopy(model)
+    optimizer = optim_fn(list(twin.named_parameters()))
+    wrapper = alone(model, optim_fn, **options)
+    for t in range(steps):
+        optimizer.zero_grad()
+        step(twin, t).backward()
+        optimizer.step()
+        step(wrapper, t).backward()
+        assert wrapper.stats().rounds == t + 1
+        assert_same(wrapper, twin, tolerance)
+    return wrapper
+
+
 def noting_texts(transport: Any) -> dict[str, str]:
     """The texts in the store that this transport writes from now on, by key; changes with the store."""
     texts: dict[str, str] = {}

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from decent_dp.ddp import DecentralizedDataParallel, Stats
-from tests.helpers import SGD, alone, assert_same, batch, loss, net, plain, values
+from tests.helpers import SGD, alone, assert_same, batch, beside, loss, net, plain, values
 
-BOTH = pytest.mark.parametrize("bucket_size_in_mb", [25, 1e-6], ids=["one-bucket", "many-buckets"])
+MANY = 1e-6  # MiB: one bucket per parameter
 
 
 def counts(model: DecentralizedDataParallel) -> tuple[int, int]:
@@ -24,11 +24,10 @@ def counts(model: DecentralizedDataParallel) -> tuple[int, int]:
 # -- zero_grad ---------------------------------------------------------------------------------------------------------
 
 
-@BOTH
 @pytest.mark.parametrize("where", ["before", "between", "after", "never", "optimizers"])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_anywhere(bucket_size_in_mb, where, set_to_none):
-    model = alone(net(), bucket_size_in_mb=bucket_size_in_mb)
+def test_zero_grad_anywhere(where, set_to_none):
+    model = alone(net(), bucket_size_in_mb=MANY)
     expected = plain(net(), [[t] for t in range(4)])
     for t in range(4):
         if where == "before":
@@ -50,43 +49,14 @@ def test_zero_grad_anywhere(bucket_size_in_mb, where, set_to_none):
 # -- forwards ----------------------------------------------------------------------------------------------------------
 
 
-@BOTH
-def test_several_forwards_before_one_backward(bucket_size_in_mb):
-    model, twin = alone(net(), bucket_size_in_mb=bucket_size_in_mb), net()
-    optimizer = SGD(list(twin.named_parameters()))
-    with torch.no_grad():
-        model(batch(99)[0])
-    for t in range(3):
-        for m in (model, twin):
-            a, b = m(batch(t)[0]), m(batch(t + 50)[0])
-            optimizer.zero_grad()
-            (a - b - batch(t)[1]).square().mean().backward()
-        optimizer.step()
-        assert counts(model) == (t + 1, t + 1)
-    assert_same(model, twin)
+def test_several_forwards_before_one_backward():
+    def step(m: Any, t: int) -> torch.Tensor:
+        with torch.no_grad():
+            m(batch(99)[0])
+        m(batch(98)[0])  # without a backward
+        return (m(batch(t)[0]) - m(batch(t + 50)[0]) - batch(t)[1]).square().mean()
 
-
-def test_forward_without_backward(workers):
-    for same in workers(2, skipped_batches):
-        assert same
-
-
-def skipped_batches(rank: int, n: int) -> bool:
-    model = DecentralizedDataParallel(net(), SGD, topology="ring")
-    for t in range(6):
-        value = loss(model, t, rank)
-        if t % 2:
-            before = values(model)
-            del value
-            assert_same(model, before)
-            continue
-        value.backward()
-    assert counts(model) == (3, 3)
-    reference = DecentralizedDataParallel(net(), SGD, topology="ring")
-    for t in (0, 2, 4):
-        loss(reference, t, rank).backward()
-    assert_same(model, reference)
-    return True
+    assert counts(beside(net(), step, bucket_size_in_mb=MANY)) == (4, 4)
 
 
 # -- accumulation ------------------------------------------------------------------------------------------------------
@@ -117,11 +87,10 @@ def ddp_loop(model: Any) -> None:
         (loss(model, window[-1]) / len(window)).backward()
 
 
-@BOTH
 @pytest.mark.parametrize("loop", [documents_loop, scripts_loop, ddp_loop])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_three_accumulation_loops(loop, bucket_size_in_mb, overlap):
-    model = alone(net(), bucket_size_in_mb=bucket_size_in_mb, overlap=overlap)
+def test_three_accumulation_loops(loop, overlap):
+    model = alone(net(), bucket_size_in_mb=MANY, overlap=overlap)
     loop(model)
     assert_same(dict(model.named_parameters()), values(plain(net(), WINDOWS, scale=float)))
     assert counts(model) == (3, 3)
@@ -146,6 +115,7 @@ OBSERVERS = {
     "zero_grad": lambda m: m.zero_grad(),
     "load": lambda m: m.load_state_dict(copy.deepcopy(m.module).state_dict()),
     "close": lambda m: m.close(),
+    "an evaluation": lambda m: (m.eval(), m(batch(5)[0])),
 }
 
 
@@ -163,18 +133,6 @@ def test_every_observer_updates_a_pending_window(observer):
     assert counts(model) == (1, 1)
     if observer != "load":
         assert_same(model.module, plain(net(), [[0, 1]]))
-
-
-def test_pending_window_and_an_evaluation():
-    model = alone(net())
-    model.set_accumulate_grad(True)
-    loss(model, 0).backward()
-    model.set_accumulate_grad(False)
-    model.eval()
-    with torch.no_grad():
-        output = model(batch(5)[0])
-    assert torch.equal(output, plain(net(), [[0]])(batch(5)[0]))
-    assert counts(model) == (1, 1)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -208,7 +166,8 @@ def test_the_next_backward_joins_a_pending_window():
 
 
 @pytest.mark.parametrize(
-    "observer", [o for o in OBSERVERS if o not in ("zero_grad", "close", "load", "no_sync", "set_accumulate_grad")]
+    "observer",
+    [o for o in OBSERVERS if o not in ("zero_grad", "close", "load", "no_sync", "set_accumulate_grad", "an evaluation")],
 )
 def test_open_window_stays_open(observer):
     model = alone(net())
@@ -287,7 +246,7 @@ def test_no_sync_ends_with_an_exception():
 def accumulation_on_workers(rank: int, n: int) -> list[Any]:
     results = []
     for loop in (documents_loop, scripts_loop, ddp_loop):
-        model = DecentralizedDataParallel(net(), SGD, topology="complete", overlap=False, bucket_size_in_mb=1e-6)
+        model = DecentralizedDataParallel(net(), SGD, topology="complete", overlap=False, bucket_size_in_mb=MANY)
         loop(model)
         if rank == 1:  # an evaluation on one worker only
             model.eval()
@@ -338,7 +297,7 @@ def one_step(rank: int, n: int) -> bool:
 
 def test_schedulers_step_once_per_optimizer_step():
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
-    model = alone(net(), lr_scheduler_fn=schedule, bucket_size_in_mb=1e-6)
+    model = alone(net(), lr_scheduler_fn=schedule, bucket_size_in_mb=MANY)
     twin = net()
     optimizer = SGD(list(twin.named_parameters()))
     scheduler = schedule(optimizer)
@@ -375,9 +334,8 @@ def test_a_skipped_step_counts_only_as_a_round():
     assert_same(model, before)
 
 
-@BOTH
-def test_several_backwards_are_several_updates(bucket_size_in_mb):
-    model = alone(net(), bucket_size_in_mb=bucket_size_in_mb)
+def test_several_backwards_are_several_updates():
+    model = alone(net(), bucket_size_in_mb=MANY)
     loss(model, 0).backward()
     loss(model, 1).backward()
     assert counts(model) == (2, 2)
@@ -476,19 +434,14 @@ def test_gan_discriminator_under_no_sync():
 
 
 def test_double_backward():
-    model, twin = alone(net(), bucket_size_in_mb=1e-6), net()
-    optimizer = SGD(list(twin.named_parameters()))
-    for t in range(3):
-        for m in (model, twin):
-            x = batch(t)[0].requires_grad_()
-            output = m(x).square().sum()
-            (penalty,) = torch.autograd.grad(output, x, create_graph=True)
-            optimizer.zero_grad()
-            (output + penalty.square().sum()).backward()
-        optimizer.step()
-    assert counts(model) == (3, 3)
-    assert_same(model, twin, 1e-6)
+    def step(m: Any, t: int) -> torch.Tensor:
+        x = batch(t)[0].requires_grad_()
+        output = m(x).square().sum()
+        (penalty,) = torch.autograd.grad(output, x, create_graph=True)
+        return output + penalty.square().sum()
+
+    model = beside(net(), step, tolerance=1e-6, bucket_size_in_mb=MANY)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loss(model, 9).backward(create_graph=True)
-    assert counts(model) == (4, 4)
+    assert counts(model) == (5, 5)

@@ -15,25 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.transport import run_replicas
-from tests.helpers import SGD, alone, assert_same, batch, loss, net, plain, values
+from tests.helpers import SGD, alone, assert_same, batch, beside, loss, net, plain, values
 
 TINY = 1e-6  # MiB: one bucket per parameter
 SIZES = pytest.mark.parametrize("bucket_size_in_mb", [25, 0.0005, TINY], ids=["one", "some", "each"])
-
-
-def beside(model: nn.Module, step: Any, optim_fn: Any = SGD, steps: int = 4, tolerance: float = 0.0, **options: Any) -> Any:
-    """Runs ``step(model, t) -> loss`` in the wrapper and in plain PyTorch; parameters must agree after every step."""
-    twin = copy.deepcopy(model)
-    optimizer = optim_fn(list(twin.named_parameters()))
-    wrapper = alone(model, optim_fn, **options)
-    for t in range(steps):
-        optimizer.zero_grad()
-        step(twin, t).backward()
-        optimizer.step()
-        step(wrapper, t).backward()
-        assert wrapper.stats().rounds == t + 1
-        assert_same(wrapper, twin, tolerance)
-    return wrapper
 
 
 # -- unused parameters -------------------------------------------------------------------------------------------------
@@ -119,6 +104,7 @@ def test_tied_weights(bucket_size_in_mb):
     assert wrapper.module.head.weight is wrapper.module.embed.weight
     assert {"embed.weight", "head.weight"} <= wrapper.state_dict().keys()
     assert [name for name, _ in wrapper.named_parameters()] == ["embed.weight", "body.weight", "body.bias"]
+    assert "head.weight" in dict(wrapper.named_parameters(remove_duplicate=False))
 
 
 class Checkpointed(nn.Module):
@@ -503,86 +489,58 @@ class Fragile(nn.Module):
         return result
 
 
+# Where worker 1's backward of round 3 raises, and the options. 'cleared': before zero_grad; 'first': before any gradient;
+# 'bypassed': in a run that bypasses the wrapper's forward.
+BROKEN: list[tuple[str, dict[str, Any]]] = [
+    ("half-way", {}),
+    ("cleared", {"overlap": False}),
+    ("half-way", {"grad_clip_norm": 1.0}),
+    ("first", {}),
+    ("no_sync", {}),
+    ("bypassed", {}),
+]
+
+
 def broken_backwards(rank: int, n: int) -> Any:
-    return [broken_backward(rank, *case) for case in BROKEN]
+    return [broken_backward(rank, where, options) for where, options in BROKEN]
 
 
-BROKEN = [(True, 0.0, ""), (False, 0.0, "zero_grad"), (True, 1.0, "")]
-
-
-def broken_backward(rank: int, overlap: bool, clip: float, watcher: str) -> Any:
-    model = DecentralizedDataParallel(
-        Fragile(), SGD, topology="complete", overlap=overlap, grad_clip_norm=clip, bucket_size_in_mb=TINY
-    )
-    for t in range(6):
-        Breaks.armed = rank == 1 and t == 3
-        try:
-            loss(model, t, rank).backward()
-        except MemoryError:
-            assert Breaks.armed
-            if watcher == "zero_grad":
-                model.zero_grad()
-    result = model.stats().updates, model.stats().rounds, values(model), model.consensus_distance()
-    model.close()
-    return result
-
-
-def test_a_backward_that_raises_half_way(workers):
-    """Worker 1 runs out of memory at update 3 and continues: the rounds stay in step, and nothing hangs."""
-    for case, *results in zip(BROKEN, *workers(2, broken_backwards), strict=True):
-        assert [(updates, rounds) for updates, rounds, *_ in results] == [(6, 6), (5, 6)], case
-        assert all(torch.isfinite(v).all() for _, _, value, _ in results for v in value.values()), case
-        if not case[0]:
-            assert results[0][3] < 1e-6
-
-
-PLACES = ("first", "no_sync", "bypassed")
-
-
-def all_broken_elsewhere(rank: int, n: int) -> Any:
-    return [broken_elsewhere(rank, where) for where in PLACES]
-
-
-def broken_elsewhere(rank: int, where: str) -> Any:
-    """Worker 1's third backward raises before any gradient, inside no_sync, or in a run that bypasses the wrapper's forward."""
-    model = DecentralizedDataParallel(Fragile(), SGD, topology="complete", bucket_size_in_mb=TINY)
+def broken_backward(rank: int, where: str, options: dict[str, Any]) -> Any:
+    model = DecentralizedDataParallel(Fragile(), SGD, topology="complete", bucket_size_in_mb=TINY, **options)
     forward = model.module if where == "bypassed" else model
 
     def fail(_: Tensor) -> None:
         raise MemoryError
 
     for t in range(6):
-        broken = rank == 1 and t == 2
+        broken = rank == 1 and t == 3
+        Breaks.armed = broken and where != "first"
         try:
-            if where == "first":
+            with model.no_sync() if where == "no_sync" else contextlib.nullcontext():
                 output = forward(batch(t, rank)[0])
-                if broken:
+                if broken and where == "first":
                     output.register_hook(fail)
                 output.square().mean().backward()
-            elif where == "no_sync":
-                Breaks.armed = broken
-                with model.no_sync():
-                    loss(forward, t, rank).backward()
-                Breaks.armed = False
-                loss(forward, t + 100, rank).backward()
-            else:
-                Breaks.armed = broken
-                loss(forward, t, rank).backward()
         except MemoryError:
             assert broken
-            Breaks.armed = False
-            if where == "no_sync":
-                loss(forward, t + 100, rank).backward()
-    result = model.stats().rounds, model.consensus_distance(), model.stats().updates
+            if where == "cleared":
+                model.zero_grad()
+        Breaks.armed = False
+        if where == "no_sync":
+            loss(forward, t + 100, rank).backward()
+    result = model.stats().updates, model.stats().rounds, values(model), model.consensus_distance()
     model.close()
     return result
 
 
-def test_a_backward_that_raises_anywhere_keeps_the_rounds_in_step(workers):
-    for where, first, second in zip(PLACES, *workers(2, all_broken_elsewhere), strict=True):
-        assert first[0] == second[0] == 6, where
-        assert first[2] == 6, where
-        assert second[2] == (6 if where == "no_sync" else 5), where
+def test_a_backward_that_raises_keeps_the_rounds_in_step(workers):
+    """Worker 1 runs out of memory at update 3 and continues: nothing hangs."""
+    for case, *results in zip(BROKEN, *workers(2, broken_backwards), strict=True):
+        made = 6 if case[0] == "no_sync" else 5
+        assert [(updates, rounds) for updates, rounds, *_ in results] == [(6, 6), (made, 6)], case
+        assert all(torch.isfinite(v).all() for _, _, value, _ in results for v in value.values()), case
+        if case[0] == "cleared":
+            assert results[0][3] < 1e-6
 
 
 @pytest.mark.parametrize("of", ["input", "parameters"])

@@ -347,15 +347,6 @@ def test_a_submodules_state_dict_makes_the_pending_update_and_copies():
     assert part["weight"].untyped_storage().nbytes() == part["weight"].nbytes
 
 
-def test_the_model_is_free_after_close():
-    model = alone(net())
-    loss(model, 0).backward()
-    model.close()
-    model.module.load_state_dict(net(3).state_dict(), assign=True)
-    loss(model.module, 1).backward()
-    assert all(p.grad is not None for p in model.module.parameters())
-
-
 def test_as_a_part_of_a_larger_module():
     class Larger(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -420,23 +411,6 @@ def test_names_and_modes_are_the_models():
     model.train(False)
     assert not model.training
     assert not alone(WithBuffers().eval()).training
-
-
-def test_both_names_of_a_tied_parameter():
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
-            self.last.weight = self.first.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = self.last(self.first(x))
-            return result
-
-    model = alone(Tied())
-    assert [n for n, _ in model.named_parameters()] == ["first.weight", "first.bias"]
-    names = [n for n, _ in model.named_parameters(remove_duplicate=False)]
-    assert names == ["first.weight", "first.bias", "last.weight"]
 
 
 def test_copies_and_pickles():
