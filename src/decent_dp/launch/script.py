@@ -32,7 +32,7 @@ def end_with_parent() -> None:
 def main(argv: list[str]) -> None:
     """Runs ``SCRIPT ARGS...`` or ``-m MODULE ARGS...`` as the main module, after the number of restarts so far and at most."""
     end_with_parent()
-    # torchrun's names; for it, each attempt is the first.
+    # torchrun's names.
     os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"], *argv = argv
     module = argv[0] == "-m"
     sys.argv = argv[1:] if module else argv
@@ -71,7 +71,7 @@ _KEPT: list[types.ModuleType] = []
 
 
 def note(error: BaseException) -> None:
-    """Writes the exception where torchrun's agent looks for it, in its form."""
+    """Writes the exception where a launcher looks for it, in torchrun's form."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return

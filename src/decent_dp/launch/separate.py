@@ -1,4 +1,4 @@
-"""Workers of this machine that outlive each other: when one fails, the others go on, and it alone starts again."""
+"""Workers of this machine: when one fails, the others go on, and it alone starts again; or all end."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def run_separately(
     max_restarts: int,
     look: Callable[[str], Mapping[int, int] | None],
     say: Callable[[str], None],
+    attempt: int = 0,
 ) -> Ending:
     """Runs a script on workers of this machine until all have ended.
 
@@ -57,40 +58,49 @@ def run_separately(
         look: returns the incarnations of the members of the run at the store HOST:PORT, by rank; None if no run is there that
             can go on without a worker. Then the first failure ends all.
         say: called with a line for each failure.
+        attempt: how often all workers were started before; a worker's number of restarts begins with it.
     """
     store = store_on()
     with tempfile.TemporaryDirectory(prefix="decent-dp-") as notes, _Signals() as signals:
         workers: list[_Supervised] = []
+        begun = True
         try:
             for rank in range(nproc):
-                workers.append(_Supervised(rank, nproc, store.port, Path(notes), command, max_restarts))
-            while not signals.number and not all(worker.is_over for worker in workers):
+                workers.append(_Supervised(rank, nproc, store.port, Path(notes), command, max_restarts, attempt))
+            while begun and not signals.number and not all(worker.is_over for worker in workers):
                 for worker in workers:
                     failure = worker.poll()
                     if failure is not None:
                         members = look(f"127.0.0.1:{store.port}")
                         if members is None:
-                            return Ending((), cause(_failures(workers)), begun=False)
+                            begun = False
+                            break
                         say(f"worker {worker.rank} of {nproc} {failure}; {_carry_on(worker, workers, members)}")
                 time.sleep(_POLL)
         finally:
             _end(workers, signals.number or signal.SIGTERM)
-    finished = tuple(worker.rank for worker in workers if worker.code == 0)
-    return Ending(finished, None if finished else cause(_failures(workers)), signals.number)
+        finished = tuple(worker.rank for worker in workers if worker.code == 0)
+        # Of all: the worker that raised an error may end later than one that has lost it.
+        first = None if finished and begun else cause(_failures(workers))
+    return Ending(finished, first, signals.number, begun)
 
 
 class _Supervised:
     """One rank: its process, which may be a new one after a failure."""
 
-    def __init__(self, rank: int, nproc: int, port: int, notes: Path, command: Sequence[str], max_restarts: int) -> None:
-        self.rank, self.restarts, self.max_restarts = rank, 0, max_restarts
+    def __init__(
+        self, rank: int, nproc: int, port: int, notes: Path, command: Sequence[str], max_restarts: int, attempt: int
+    ) -> None:
+        self.rank, self.restarts, self.max_restarts, self._attempt = rank, 0, max_restarts, attempt
         # Of its processes, each of which has one at most.
         self.failures: list[Failure] = []
         # The incarnation that the run knew when the present process was started.
         self._former = 0
         self._note = notes / str(rank)
         self._command = command
-        self._environ = {**os.environ, **worker_variables(rank, nproc, port), "TORCHELASTIC_ERROR_FILE": str(self._note)}
+        # By the first two other libraries know that a launcher has started this worker.
+        own = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0", "TORCHELASTIC_ERROR_FILE": str(self._note)}
+        self._environ = {**os.environ, **worker_variables(rank, nproc, port), **own}
         self._start()
 
     def start_again(self, members: Mapping[int, int]) -> None:
@@ -100,7 +110,8 @@ class _Supervised:
 
     def _start(self) -> None:
         self._note.unlink(missing_ok=True)
-        line = [sys.executable, script.__file__, str(self.restarts), str(self.max_restarts), *self._command]
+        restarts = str(self._attempt + self.restarts)
+        line = [sys.executable, script.__file__, restarts, str(self.max_restarts), *self._command]
         # A session of its own: Ctrl-C reaches it once, from the launcher. It is also its process group.
         self.process = subprocess.Popen(line, env=self._environ, start_new_session=True)
 

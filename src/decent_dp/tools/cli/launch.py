@@ -1,20 +1,14 @@
-"""``decent-dp launch``: workers on this machine, with the environment that they get said aloud. By torchrun, if one failure
-ends all of them.
-"""
+"""``decent-dp launch``: workers on this machine, with the environment that they get said aloud."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.machinery
-import logging
 import os
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -36,9 +30,6 @@ Exit codes: 0 fine, 1 a worker failed, 2 bad input, 128 and its number after a s
 
 # More workers than these have to be asked for: on a large machine they would fill the memory.
 _MOST_CHOSEN = 8
-# torch's own handlers of these end the workers.
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_TORCHS_LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api")
 
 _NOT_BEGUN = (
     ". All have ended: --keep-going needs a run that has begun, with faults= and with a topology that is given by a single name"
@@ -64,7 +55,7 @@ def launch(
 ) -> int:
     """Start a script on several workers of this machine, as torchrun does; nothing leaves the machine.
 
-    Without --keep-going torchrun starts them, and ends all when one has failed.
+    When one has failed all end, but with --keep-going.
 
     Ctrl-C and SIGTERM are forwarded to all workers, which are killed if they have not ended after 30 seconds.
     """
@@ -83,16 +74,14 @@ def launch(
     _announce(workers, chosen, environ)
     os.environ.update(environ)
     command = [*(["-m"] if module else []), script, *(args or [])]
-    if keep_going:
-        return _run_separately(workers, max_restarts, command)
-    for attempt in range(max_restarts + 1):
-        try:
-            return _run(workers, attempt, max_restarts, command)
-        except _WorkerFailedError as error:
-            if attempt == max_restarts:
-                raise
-            _say(f"{error}; all start again (restart {attempt + 1} of {max_restarts})")
-    raise AssertionError("not reached")
+    attempts = 1 if keep_going else max_restarts + 1
+    for attempt in range(attempts):
+        failure = _run(workers, max_restarts, command, attempt, keep_going=keep_going)
+        if isinstance(failure, int):
+            return failure
+        if attempt + 1 < attempts:
+            _say(f"{failure}; all start again (restart {attempt + 1} of {max_restarts})")
+    raise RuntimeError(failure)
 
 
 def _check_script(script: str, module: bool) -> None:
@@ -156,25 +145,28 @@ def _backend(workers: int) -> str:
     return f"gloo: {workers} workers for {gpus} visible GPU{'s' * (gpus > 1)}" if gpus else "gloo: no GPU is visible"
 
 
-def _run_separately(workers: int, max_restarts: int, command: Sequence[str]) -> int:
-    """Without torchrun, which ends all workers when one fails."""
+def _run(workers: int, max_restarts: int, command: Sequence[str], attempt: int, *, keep_going: bool) -> int | str:
+    """Runs the workers; returns the exit code, or what is said about the worker that failed first."""
     from decent_dp.errors import PeerLostError
     from decent_dp.launch.separate import run_separately
     from decent_dp.membership.joining import newest_run
 
     def look(store: str) -> dict[int, int] | None:
+        if not keep_going:
+            return None
         try:
             run = newest_run(store)
         except PeerLostError:
             return None
         return None if run is None else {rank: run.epoch.incarnations.get(rank, 0) for rank in run.members}
 
-    outcome = run_separately(workers, command, max_restarts, look, _say)
+    outcome = run_separately(workers, command, max_restarts, look, _say, attempt)
     if outcome.signal:
         _say(f"stopped by {signal.Signals(outcome.signal).name}; the workers have ended")
         return 128 + outcome.signal
-    if outcome.first is not None:
-        raise _WorkerFailedError(_line_of(outcome.first, workers) + ("" if outcome.begun else _NOT_BEGUN))
+    if (first := outcome.first) is not None:
+        said = f"worker {first.rank} of {workers} {first}{'; its traceback is above' if first.message else ''}"
+        return said if outcome.begun or not keep_going else said + _NOT_BEGUN
     if len(outcome.finished) < workers:
         _say(f"{len(outcome.finished)} of {workers} workers have finished")
     return 0
@@ -182,73 +174,3 @@ def _run_separately(workers: int, max_restarts: int, command: Sequence[str]) -> 
 
 def _say(line: str) -> None:
     sys.stderr.write(f"decent-dp: {line}\n")
-
-
-# -- torchrun --------------------------------------------------------------------------------------------------------------
-
-
-class _WorkerFailedError(RuntimeError):
-    """An attempt has failed; the message is about the worker that did first."""
-
-
-def _run(workers: int, attempt: int, max_restarts: int, command: Sequence[str]) -> int:
-    """Runs one attempt. torchrun's own restarts would not say which worker failed first, and would keep the store."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    from decent_dp.launch import script
-    from decent_dp.launch.local import store_on
-
-    torchrun: Any = importlib.import_module("torch.distributed.run")  # it has no types
-    store = store_on()
-    with tempfile.TemporaryDirectory(prefix="decent-dp-") as notes:
-        line = ["--rdzv-backend", "static", "--rdzv-endpoint", f"127.0.0.1:{store.port}", "--log-dir", notes]
-        options = torchrun.parse_args([*line, "--nproc-per-node", str(workers), script.__file__])
-        # Not parsed with the rest: torchrun would look for its own options in it. And "$" is for its macros.
-        options.training_script_args = [str(attempt), str(max_restarts), *(part.replace("$", "$$") for part in command)]
-        try:
-            with _quiet_and_undone():
-                torchrun.run(options)
-        except SignalException as stopped:
-            _say(f"stopped by {stopped.sigval.name}; the workers have ended")
-            return 128 + stopped.sigval
-        except ChildFailedError as error:
-            raise _WorkerFailedError(_first_of(error, workers)) from error
-    return 0
-
-
-def _first_of(error: Any, workers: int) -> str:
-    """One line about the worker that failed first."""
-    from decent_dp.launch.local import Failure, cause
-
-    failures = []
-    for rank, found in error.failures.items():
-        # What the worker's own note says; without one torch makes a text up.
-        note = found.message if isinstance(found.message, dict) else {}
-        when = note.get("extraInfo", {}).get("time", found.timestamp)
-        failures.append(Failure(rank, found.exitcode, note.get("message", ""), when))
-    return _line_of(cause(failures), workers)
-
-
-def _line_of(first: Any, workers: int) -> str:
-    return f"worker {first.rank} of {workers} {first}{'; its traceback is above' if first.message else ''}"
-
-
-@contextmanager
-def _quiet_and_undone() -> Iterator[None]:
-    """torchrun without its log lines, which repeat what is said here, and without its signal handlers afterwards.
-
-    LOGLEVEL, torchrun's own variable, keeps all lines.
-    """
-    loggers = [] if "LOGLEVEL" in os.environ else [logging.getLogger(name) for name in _TORCHS_LOGGERS]
-    levels = [logger.level for logger in loggers]
-    handlers = [(number, signal.getsignal(number)) for number in _SIGNALS]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, before in zip(loggers, levels, strict=True):
-            logger.setLevel(before)
-        for number, handler in handlers:
-            signal.signal(number, handler)
