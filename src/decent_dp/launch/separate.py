@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from decent_dp.launch import script
 from decent_dp.launch.local import Failure, cause, store_on, worker_variables
@@ -81,7 +80,9 @@ def run_separately(
             _end(workers, signals.number or signal.SIGTERM)
         finished = tuple(worker.rank for worker in workers if worker.code == 0)
         # Of all: the worker that raised an error may end later than one that has lost it.
-        first = None if finished and begun else cause(_failures(workers))
+        for worker in workers:
+            worker.poll()
+        first = None if finished and begun else cause([failure for worker in workers for failure in worker.failures])
     return Ending(finished, first, signals.number, begun)
 
 
@@ -96,11 +97,9 @@ class _Supervised:
         self.failures: list[Failure] = []
         # The incarnation that the run knew when the present process was started.
         self._former = 0
-        self._note = notes / str(rank)
-        self._command = command
-        # By the first two other libraries know that a launcher has started this worker.
+        self._note, self._command = notes / str(rank), command
         own = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0", "TORCHELASTIC_ERROR_FILE": str(self._note)}
-        self._environ = {**os.environ, **worker_variables(rank, nproc, port), **own}
+        self._environ = {**os.environ, **worker_variables(rank, nproc, port), **own}  # as other libraries know it of torchrun
         self._start()
 
     def start_again(self, members: Mapping[int, int]) -> None:
@@ -120,17 +119,13 @@ class _Supervised:
         return self.process.poll()
 
     @property
-    def runs(self) -> bool:
-        return self.code is None
-
-    @property
     def is_over(self) -> bool:
         """Whether it has ended well, or its failure is known."""
         return self.code == 0 or len(self.failures) > self.restarts
 
     def takes_part(self, members: Mapping[int, int]) -> bool:
         """Whether it runs, and need not join first."""
-        return self.runs and (self.restarts == 0 or members.get(self.rank, 0) > self._former)
+        return self.code is None and (self.restarts == 0 or members.get(self.rank, 0) > self._former)
 
     def poll(self) -> Failure | None:
         """A failure that is new. What the process had started does not outlive it."""
@@ -151,12 +146,6 @@ class _Supervised:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def _failures(workers: Sequence[_Supervised]) -> list[Failure]:
-    for worker in workers:
-        worker.poll()
-    return [failure for worker in workers for failure in worker.failures]
-
-
 def _carry_on(worker: _Supervised, workers: Sequence[_Supervised], members: Mapping[int, int]) -> str:
     """After a failure: starts the worker again, if it can join others. Returns what happens."""
     running = sum(other.takes_part(members) for other in workers)
@@ -173,7 +162,7 @@ def _carry_on(worker: _Supervised, workers: Sequence[_Supervised], members: Mapp
 
 def _end(workers: Sequence[_Supervised], number: int) -> None:
     """Ends the workers that still run, with what they have started."""
-    running = [worker for worker in workers if worker.runs]
+    running = [worker for worker in workers if worker.code is None]
     for worker in running:
         worker.process.send_signal(number)
     deadline = time.monotonic() + _END
@@ -197,5 +186,5 @@ class _Signals:
         for number, handler in self._before:
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, number: int, frame: object) -> None:
         self.number = self.number or number
