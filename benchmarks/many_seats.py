@@ -28,6 +28,7 @@ from decent_dp.membership import epochs as epochs_module
 from decent_dp.membership.epoch_store import Epoch, EpochStore
 from decent_dp.membership.epochs import Epochs
 from decent_dp.topo import make_topology
+from decent_dp.transport import Replicas
 from decent_dp.transport.sockets import SILENT
 
 T = TypeVar("T")
@@ -98,7 +99,7 @@ class Worker:
         store._store = counted
         own: Any = self
         plan: Any = Plan()
-        self.epochs = Epochs(rank, world.n, own, plan, store, incarnation)
+        self.epochs = Epochs(rank, Replicas(tuple((seat,) for seat in range(world.n))), own, plan, store, incarnation)
 
     # -- Neighbours
 
@@ -145,7 +146,7 @@ class Worker:
 
     def look_at_store(self) -> None:
         if self.alive:
-            wait = self.world.timed(self, self.epochs.look_at_store)
+            wait = self.world.timed(self, self.epochs.keeper.look_at_store)
             self.world.at(wait, self.look_at_store)
 
     def step(self) -> None:
@@ -166,10 +167,7 @@ class Worker:
 class Plan:
     """In place of an ``EpochTopology``."""
 
-    def change(self, start: int, members: Any, since: int = 0) -> None: ...
-
-    def longest_turn(self) -> int:
-        return 1
+    def change(self, start: int, members: Any, now: int = 0) -> None: ...
 
 
 @lru_cache(maxsize=8)
@@ -278,7 +276,7 @@ class World:
                 self.seated.append(self.now - asked)
                 self.enter(rank, incarnation, future.result())
 
-        wait(host.epochs.offer(rank, incarnation))
+        wait(host.epochs.keeper.offer(rank, incarnation))
 
     def enter(self, rank: int, incarnation: int, epoch: Epoch) -> None:
         worker = self.workers[rank] = Worker(self, rank, incarnation)

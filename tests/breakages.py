@@ -115,8 +115,8 @@ BREAKAGES = [
     Breakage(
         "a promise is made again, for a later round",
         "membership/epochs.py",
-        "            if self._promise is None:\n                self.absent",
-        "            if True:\n                self.absent",
+        "            if epochs.promise is None:\n                self._told",
+        "            if True:\n                self._told",
     ),
     Breakage(
         "an epoch does not wait for promises",
@@ -139,14 +139,14 @@ BREAKAGES = [
     Breakage(
         "a worker mixes on after its promise",
         "membership/epochs.py",
-        "self._neighbours.stop_mixing_after(None if self._promise is None else self.reserved_until)",
-        "self._neighbours.stop_mixing_after(None)",
+        "self.neighbours.stop_mixing_after(None if self.promise is None else self.promise.until)",
+        "self.neighbours.stop_mixing_after(None)",
     ),
     Breakage(
         "a worker that knows that it was left out mixes on",
         "membership/epochs.py",
-        "                self._neighbours.stop_mixing_after(-1)\n",
-        "                self._neighbours.stop_mixing_after(None)\n",
+        "                self.neighbours.stop_mixing_after(-1)\n",
+        "                self.neighbours.stop_mixing_after(None)\n",
     ),
     Breakage(
         "a worker that was left out for a while mixes before its epoch begins",
@@ -163,13 +163,13 @@ BREAKAGES = [
     Breakage(
         "a lost call of the store is not made again",
         "membership/epochs.py",
-        "            self._is_told, self._keep_at = False, 0.0\n",
-        "            self._is_told, self._keep_at = True, 0.0\n",
+        "            self._told.in_store, self._keep_at = False, 0.0\n",
+        "            self._told.in_store, self._keep_at = True, 0.0\n",
     ),
     Breakage(
         "nobody decides in place of a worker that has died",
         "membership/epochs.py",
-        "return is_here + [rank for rank in living if rank != first].index(self._rank)",
+        "return is_here + [rank for rank in living if rank != first].index(self._epochs.rank)",
         "return 100",
     ),
     Breakage(
@@ -289,13 +289,13 @@ BREAKAGES = [
     Breakage(
         "members that are not heard do not count where the store has lost epochs",
         "membership/epochs.py",
-        "back = set(self._back or ()).difference(self._neighbours.lost())",
+        "back = set(self._back or ()).difference(self._epochs.neighbours.lost())",
         "back = set()",
     ),
     Breakage(
         "an epoch for a part of a replica",
         "membership/epochs.py",
-        "offered = bool(self.replicas.whole(ready))",
+        "offered = bool(self._epochs.replicas.whole(ready))",
         "offered = bool(ready)",
     ),
     Breakage(

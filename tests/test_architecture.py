@@ -336,7 +336,6 @@ LARGE: dict[str, tuple[int, int]] = {
     "ddp.py:DecentralizedDataParallel": (21, 6),
     "integrations/_lightning_common.py:LightningOverSurvivors": (14, 2),
     "integrations/lightning.py:GossipStrategy": (22, 9),
-    "membership/epochs.py:Epochs": (16, 32),
     "replica/replica.py:Replica": (22, 30),
     "tools/sim/cluster.py:VirtualCluster": (18, 11),
     "tools/sim/experiment.py:Simulation": (1, 19),

@@ -26,6 +26,7 @@ from decent_dp.membership import epochs as epochs_module
 from decent_dp.topo import make_topology
 from decent_dp.topo.epoch_topology import EpochTopology
 from decent_dp.topo.schedule import turn_of
+from decent_dp.transport import Replicas
 
 # Seconds of virtual time: of a step, about; until a member is missed; until one counts as dead; of the disturbances; the end.
 STEP, SETTLE, DEAD_AFTER, CALM, END = 0.1, 0.5, 3.0, 12.0, 90.0
@@ -78,7 +79,7 @@ class Thread:
         self._own.acquire()
         try:
             while self._epochs is not None:
-                self.wait = self._epochs.look_at_store()
+                self.wait = self._epochs.keeper.look_at_store()
                 self._model.release()
                 self._own.acquire()
         except EndError:
@@ -131,7 +132,8 @@ class Worker:
         self.mixed = -1  # the last round in which it has mixed
         self.topology = EpochTopology(world.make_topology, world_size=world.n, rank=rank)
         store, neighbours = EpochStore(dist.HashStore(), RUN, {f"address/{rank}": "x"}), self
-        self.epochs = Epochs(rank, world.n, neighbours, self.topology, store, incarnation)  # type: ignore[arg-type]
+        replicas = Replicas(tuple((rank,) for rank in range(world.n)))
+        self.epochs = Epochs(rank, replicas, neighbours, self.topology, store, incarnation)  # type: ignore[arg-type]
         self.thread: Any = Thread(self.epochs)
         store._store = self.thread
 
@@ -193,7 +195,7 @@ class Worker:
         is_missed = any(self.world.now - since > SETTLE for since in self.missed.values()) and bool(self.living())
         epoch = self.epochs.look(self.round, wanted=is_missed)
         if epoch is not None:
-            self.vouched = set(self.epochs.absent.intersection(epoch.members))
+            self.vouched = set(self.epochs.keeper.absent.intersection(epoch.members))
         if self.round <= self.last:
             self.world.note(self)
 
@@ -342,7 +344,7 @@ class World:
             self.at(0.25, lambda: self.ask(rank, incarnation, host))
             return
         try:
-            future = host.epochs.offer(rank, incarnation)
+            future = host.epochs.keeper.offer(rank, incarnation)
         except ConnectionError:
             return
         self.wait(rank, incarnation, future)

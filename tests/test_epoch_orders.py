@@ -58,11 +58,11 @@ class Orders(World):
         self.look_at, self.sleeps_until = [0] * N, [0] * N
         for worker in self.workers:
             worker.round = worker.rank % 2  # one is a round ahead
-            worker.epochs._keep_at = 1e9  # it is looked at after an error
+            worker.epochs.keeper._keep_at = 1e9  # it is looked at after an error
             look = worker.epochs.look
 
             def wants(round_: int, *, wanted: bool, own: Worker = worker, look: Any = look) -> Any:
-                return look(round_, wanted=wanted or (own.rank == wanting and own.epochs._known.number == 0))  # type: ignore[union-attr]
+                return look(round_, wanted=wanted or (own.rank == wanting and own.epochs.decided.number == 0))  # type: ignore[union-attr]
 
             worker.epochs.look = wants  # type: ignore[method-assign]
         self.store.texts[f"{model.RUN}/whole"] = "1"
@@ -86,8 +86,8 @@ class Orders(World):
         self.now = self.ticks * STEP
         for worker in self.living():
             worker.step()
-            if worker.epochs._wake.is_set():
-                worker.epochs._wake.clear()
+            if worker.epochs.keeper._wake.is_set():
+                worker.epochs.keeper._wake.clear()
                 self.look_at[worker.rank] = self.ticks
         for worker in self.living():
             self.begin_look(worker)
@@ -120,8 +120,8 @@ class Orders(World):
 
     def is_over(self) -> bool:
         """Whether nothing can happen any more."""
-        idle = all(w.epochs._promise is None and w.last == math.inf and not w.epochs._new for w in self.living())
-        return self.ticks > WITHIN and idle and len({w.epochs._known.number for w in self.living()}) == 1  # type: ignore[union-attr]
+        idle = all(w.epochs.promise is None and w.last == math.inf and not w.epochs._new for w in self.living())
+        return self.ticks > WITHIN and idle and len({w.epochs.decided.number for w in self.living()}) == 1  # type: ignore[union-attr]
 
     def die(self, worker: Worker) -> None:
         self.left["deaths"] -= 1
@@ -170,7 +170,7 @@ class Orders(World):
         state += [[plans for at, plans in sorted(self.planned.items()) if at >= min(w.round for w in self.workers) - 2]]
         state += [self.look_at, self.sleeps_until, sorted(self.line)]
         for worker in self.living():
-            epochs, thread = worker.epochs, worker.thread
+            epochs, keeper, thread = worker.epochs, worker.epochs.keeper, worker.thread
             state += [
                 worker.round,
                 worker.last,
@@ -179,9 +179,9 @@ class Orders(World):
                 sorted(worker.missed.items()),
                 sorted(worker.vouched),
             ]
-            state += [epochs._known, epochs.newest, epochs._own, epochs._new, epochs._promise, epochs._promised_at]
-            state += [epochs._is_told, epochs._proposer, epochs._wanted, epochs._heard, epochs._is_away, epochs._keep_at > 0]
-            state += [epochs._back, epochs.mixing_from, epochs.reserved_until, sorted(epochs.absent)]
+            state += [epochs.decided, epochs.newest, epochs.own, epochs._new, epochs.promise, keeper._told]
+            state += [keeper._wanted, keeper._heard, keeper._is_away, keeper._keep_at > 0]
+            state += [keeper._back, epochs.mixing_from]
             state += [thread.call is None, thread.heard]
         return hash(repr(state))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import logging
 import os
@@ -421,7 +420,7 @@ def has_a_new_store(rank: int, n: int) -> Any:
             if began is not None and (not looks or looks[-1][2] < n):
                 with contextlib.suppress(PeerLostError):  # no run is registered yet
                     run = joining.look_at_run(f"127.0.0.1:{port}")
-                    addresses = sum(map(bool, run.addresses(run.members).values()))
+                    addresses = sum(map(bool, run.addresses(run.epoch.members).values()))
                     looks.append((time.monotonic() - began, run.epoch.number, addresses))
         return replica.roster.members
 
@@ -565,7 +564,8 @@ class Alone:
         self.store = EpochStore(dist.HashStore(), "run", {})
         self.store.register()
         fake: Any = self
-        self.epochs = Epochs(rank, 4, fake, EpochTopology(ring_of, world_size=5, rank=rank, members=4), self.store, incarnation)
+        topology = EpochTopology(ring_of, world_size=5, rank=rank, members=4)
+        self.epochs = Epochs(rank, REPLICAS, fake, topology, self.store, incarnation)
         self.silent = self.lost = lambda: self.is_lost
         self.left, self.ended = (lambda: self.has_left), (lambda: self.has_ended)
         self.living, self.stop_mixing_after = (lambda: self.hears), self.confined.append
@@ -577,7 +577,7 @@ class Alone:
 
     def look_at_store(self, seconds: float = 0.0) -> float:
         self.now += seconds
-        return self.epochs.look_at_store()
+        return self.epochs.keeper.look_at_store()
 
     def promise(self, *ranks: int, number: int = 1, until: int = 79, **other: Any) -> None:
         for rank in ranks:
@@ -611,7 +611,7 @@ def test_who_is_gone_when_a_worker_promises_is_absent(alone):
     one.look_at_store(0.5)
     one.is_lost = []
     one.look_at_store(0.2)
-    assert one.epochs.absent == {1, 2}
+    assert one.epochs.keeper.absent == {1, 2}
     assert one.store.promises(1)[3].absent == (1, 2)
 
 
@@ -627,12 +627,12 @@ def test_the_training_thread_comes_to_an_epoch_when_its_whole_replica_knows_it(a
 def test_a_process_whose_replica_is_not_there_asks_for_no_epoch(alone):
     one = alone()
     one.epochs.replicas = Replicas(((0, 1), (2, 3)))
-    one.epochs.offer(4, 7)
+    one.epochs.keeper.offer(4, 7)
     one.now += 1.0
-    assert not one.epochs._wants()
-    one.epochs.offer(5, 8)
+    assert not one.epochs.keeper._wants()
+    one.epochs.keeper.offer(5, 8)
     one.now += 1.0
-    assert one.epochs._wants()
+    assert one.epochs.keeper._wants()
 
 
 def test_there_is_no_epoch_without_a_whole_replica(alone):
@@ -662,13 +662,13 @@ def test_a_promise_is_made_once_also_if_its_call_fails(alone):
     one.store.promise = fails
     one.look(5, wanted=True)
     assert [one.look_at_store(), one.look_at_store(), one.look_at_store(2.0)] == [0.0, *[epochs_module._AGAIN] * 2]
-    one.epochs.offer(4, 7)  # too late for this epoch
+    one.epochs.keeper.offer(4, 7)  # too late for this epoch
     one.reserve_until = lambda seconds, least: 200
     one.store.promise = lambda number, own: [calls.append(own), promise(number, own)][1]
     one.look_at_store(2.0)
     assert len(calls) == 4
     assert set(map(Promise.write, calls)) == {calls[0].write()}
-    assert calls[0].until == one.epochs.reserved_until == 90
+    assert calls[0].until == one.epochs.promise.until == 90
 
 
 @pytest.mark.parametrize(
@@ -718,7 +718,7 @@ def test_the_others_decide_one_after_the_other(alone, proposer, lost, living, tu
 def test_the_lowest_of_a_majority_asks_for_an_epoch_if_the_store_has_lost_them(alone, rank, living, asks, caplog):
     one = alone(rank)
     one.hears = living
-    one.epochs._begins = False
+    one.epochs.keeper._begins = False
     one.store.ask(lambda store: store.delete_key("run/whole"))
     one.look_at_store()
     one.look_at_store(0.5)
@@ -733,7 +733,7 @@ def test_the_lowest_of_a_majority_asks_for_an_epoch_if_the_store_has_lost_them(a
 def test_workers_that_hear_no_majority_learn_at_the_store_that_it_is_back(alone):
     """In most topologies a worker is connected to a few others."""
     one = alone(0)
-    one.hears, one.epochs._begins = [1], False
+    one.hears, one.epochs.keeper._begins = [1], False
     one.store.ask(lambda store: store.delete_key("run/whole"))
     one.look_at_store()
     one.look_at_store(0.5)
@@ -773,8 +773,8 @@ def test_a_worker_on_a_lost_branch_takes_the_one_of_the_store(alone):
     one.others_decide(1, 80, 0, 3)
     store = one.store.ask(lambda store: store)
     store.delete_key("run/epoch/1")
-    other = one.store.decide(Epoch.read(1, one.epochs._known.text.replace("[0, 3]", "[1, 3]")), is_newest=True)
-    one.epochs._keep_at = 0.0  # as after a call that failed
+    other = one.store.decide(Epoch.read(1, one.epochs.decided.text.replace("[0, 3]", "[1, 3]")), is_newest=True)
+    one.epochs.keeper._keep_at = 0.0  # as after a call that failed
     one.look_at_store()
     one.look(50)
     one.look(51)
@@ -803,9 +803,9 @@ def test_a_worker_that_was_left_out_asks_to_be_a_member_where_another_one_hears_
 
 def test_a_process_waits_for_its_seat_and_learns_of_it(alone):
     one = alone()
-    seat = one.epochs.offer(4, 7)
+    seat = one.epochs.keeper.offer(4, 7)
     with pytest.raises(ConnectionError, match="another process is worker 4"):
-        one.epochs.offer(4, 6)
+        one.epochs.keeper.offer(4, 6)
     one.look_at_store()
     assert not one.store.is_proposed(1)
     one.has_ended = [0, 1, 2]
@@ -814,7 +814,7 @@ def test_a_process_waits_for_its_seat_and_learns_of_it(alone):
     assert seat.result(0).members == (3, 4)
     assert seat.result(0).incarnations == {4: 7}
     assert one.epochs.is_seated(4, 7)
-    assert one.epochs.offer(4, 7).result(0) == seat.result(0)
+    assert one.epochs.keeper.offer(4, 7).result(0) == seat.result(0)
 
 
 def test_a_load_takes_in_an_epoch_that_was_decided_meanwhile(alone):
@@ -864,12 +864,12 @@ def test_a_promise_outlives_the_wait_for_an_epoch(alone):
     assert one.confined == [-1, 90]
 
 
-def test_the_membership_thread_ends_with_its_worker(monkeypatch):
+def test_the_membership_thread_ends_with_its_worker():
     """Also if nobody closes it."""
+    before = set(threading.enumerate())  # others may still run, of tests before
     one = Alone()
     one.look(1)
-    [thread] = [thread for thread in threading.enumerate() if thread.name == "decent_dp-membership"]
+    [thread] = [found for found in set(threading.enumerate()) - before if found.name == "decent_dp-membership"]
     del one.epochs
-    gc.collect()
     thread.join(20)
     assert not thread.is_alive()

@@ -75,7 +75,7 @@ def has_no_store(rank: int, n: int) -> Any:
     def run(*_: Any) -> None:
         raise ConnectionError("a test")
 
-    replica.monitor.epochs._store._store.run = run
+    replica.monitor.epochs.keeper._store._store.run = run
     for t in range(300):
         if (rank, t) == (2, 10):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -44,6 +44,7 @@ class Transport:
         self.newest_round = rounds
         self.agreed: dict[str, Future[Mapping[int, str]]] = defaultdict(Future)
         self.said: dict[str, str] = {}
+        self.plane = self
 
     def agree(self, name: str, text: str) -> Future[Mapping[int, str]]:
         self.said[name] = text
@@ -98,7 +99,7 @@ def test_a_worker_that_only_this_one_has_lost_is_missed_until_others_vouch_for_i
         return next(given)
 
     monitor.epochs = SimpleNamespace(  # type: ignore[assignment]
-        newest=epoch, is_member=True, replaced=False, look=look, absent=frozenset(absent)
+        newest=epoch, is_member=True, replaced=False, look=look, keeper=SimpleNamespace(absent=frozenset(absent))
     )
     neighbours: Any = monitor.neighbours
     neighbours.replaced, neighbours.lost, neighbours.silent = False, lambda: [2], lambda: [2]

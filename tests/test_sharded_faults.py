@@ -275,12 +275,12 @@ class Fake:
     def __init__(self, texts: dict[int, str]) -> None:
         self.rank, self.world_size, self.timeout, self.texts = 2, 4, 0.1, texts
         self.names: list[str] = []
-        self.control, self.ranks = self, (2, 3)
+        self.control, self.ranks, self.neighbours = self, (2, 3), object()
 
     def gather(self, value: Any) -> None:
         self.ranks = (2, 3)
 
-    def agree(self, name: str, text: str, what: str, among: Any) -> Future[Any]:
+    def agree(self, name: str, text: str, among: Any) -> Future[Any]:
         self.names.append(name)
         found: Future[Any] = Future()
         if self.texts:
@@ -296,7 +296,7 @@ def make_mates(texts: dict[int, str]) -> tuple[Mates, Any]:
     neighbours = SimpleNamespace(lost=nobody, ended=nobody, left=nobody, fail=lambda error: None)
     transport: Any = Fake(texts)
     monitor: Any = make_monitor(transport, neighbours, ((0, 1), (2, 3)))
-    monitor.epochs = SimpleNamespace(coming=7, limit=math.inf, stop=lambda: None)
+    monitor.epochs = SimpleNamespace(coming=7, limit=math.inf, keeper=SimpleNamespace(stop=lambda: None))
     return Mates(transport, monitor), monitor
 
 
@@ -319,7 +319,7 @@ def test_a_worker_that_has_lost_its_replica_promises_nothing_more():
     """Its process may stay for a while, and new ones take the place of the replica."""
     mates, monitor = make_mates({})
     stopped: list[bool] = []
-    monitor.epochs.stop = lambda: stopped.append(True)
+    monitor.epochs.keeper.stop = lambda: stopped.append(True)
     mates._lose([3])
     assert stopped == [True]
 

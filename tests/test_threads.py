@@ -62,9 +62,9 @@ def break_dial(replica: Any) -> None:
 # The thread, the workers on which something in it is broken, and what. Worker 2 leaves, so that the others want an epoch.
 # Of two workers the second one dials.
 FATAL: list[tuple[str, set[int], Callable[[Any], None]]] = [
-    ("decent_dp-membership", {0}, lambda replica: setattr(replica.monitor.epochs._store, "is_proposed", fail)),
-    ("decent_dp-membership", {0, 1}, lambda replica: setattr(replica.monitor.epochs._store, "decide", fail)),
-    ("decent_dp-membership", {0}, lambda replica: setattr(replica.monitor.epochs, "_seat", fail)),
+    ("decent_dp-membership", {0}, lambda replica: setattr(replica.monitor.epochs.keeper._store, "is_proposed", fail)),
+    ("decent_dp-membership", {0, 1}, lambda replica: setattr(replica.monitor.epochs.keeper._store, "decide", fail)),
+    ("decent_dp-membership", {0}, lambda replica: setattr(replica.monitor.epochs.keeper, "_seat", fail)),
     ("decent_dp-dial", {1}, break_dial),
 ]
 
@@ -114,7 +114,7 @@ def test_an_error_in_a_decision_ends_a_worker_that_is_a_thread():
     def body(transport: InProcessTransport) -> str:
         model, optimizer, replica = make(0, transport=transport, topology="ring")
         if transport.rank == 0:
-            replica.monitor.epochs._seat = fail
+            replica.monitor.epochs.keeper._seat = fail
         if transport.rank == 2:
             return ""
         try:

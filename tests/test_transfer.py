@@ -483,6 +483,7 @@ class Epochs:
     def __init__(self) -> None:
         self.offers: dict[tuple[int, int], Future[Any]] = {}
         self.withdrawn: list[tuple[int, int]] = []
+        self.keeper = self
 
     def offer(self, *asker: int) -> Future[Any]:
         return self.offers.setdefault(asker, Future())  # type: ignore[arg-type]

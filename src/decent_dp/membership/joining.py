@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -150,10 +149,9 @@ def _look_for_a_place(store: str | Store | None, rank: int | None, name: str | N
             if own is not None:
                 return run, own
             looks += 1
-            places = run.record.places
             why = (
-                f"the run has {len(run.members)} members, and no place for more. Give the rank of a worker that is gone, or "
-                f"begin the run with faults=Tolerate(max_workers=...) above {places}."
+                f"the run has {len(run.epoch.members)} members, and no place for more. Give the rank of a worker that is gone, "
+                f"or begin the run with faults=Tolerate(max_workers=...) above {run.record.places}."
             )
         if time.monotonic() > deadline:
             raise PeerLostError(why)
@@ -165,9 +163,8 @@ def _look_for_a_place(store: str | Store | None, rank: int | None, name: str | N
 
 def _given_rank(run: Run, text: object) -> int:
     places = run.record.places
-    with contextlib.suppress(TypeError, ValueError):
-        if int(str(text)) in range(places):
-            return int(str(text))
+    if (number := str(text)).isdecimal() and int(number) < places:
+        return int(number)
     raise ValueError(
         f"rank must be from 0 to {places - 1}, as this run can have {places} workers (faults=Tolerate(max_workers=...)), "
         f"got {text!r}"
@@ -183,7 +180,7 @@ def _free_rank(run: Run, *, shared: bool) -> int | None:
 
     def take(store: Store) -> int | None:
         keys = {rank: f"{run.run_id}/free/{run.epoch.number}/{rank}" for rank in range(run.record.places)}
-        taken = {rank: add_to(store, key, 0) for rank, key in keys.items() if rank not in run.members}
+        taken = {rank: add_to(store, key, 0) for rank, key in keys.items() if rank not in run.epoch.members}
         rank = min(taken, key=lambda rank: taken[rank], default=None)
         if rank is None or (taken[rank] and not shared):
             return None

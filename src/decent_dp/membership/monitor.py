@@ -31,10 +31,12 @@ class Members:
     Attributes:
         tolerates_faults: whether workers may be in different rounds, or gone.
         callbacks: called with the old and the new roster when an epoch begins.
+        neighbours: what is known of the others, where faults are tolerated.
         epochs: change the members; None where they stay the same.
     """
 
     tolerates_faults = False
+    neighbours: Neighbours | None = None
     epochs: Epochs | None = None
 
     def __init__(self, transport: Transport, replicas: Replicas) -> None:
@@ -44,13 +46,26 @@ class Members:
         self._origin = 0, 0
 
     @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(range(self._transport.world_size)) if self.epochs is None else self.epochs.newest.members
+
+    @property
     def roster(self) -> Roster:
-        n, (own, _) = len(self.replicas.workers), self.replicas.place_of(self._transport.rank)
-        return Roster(0, own, n, tuple(range(n)), (), *self._origin)
+        """The newest epoch, and who of it is left out."""
+        silent = set() if self.neighbours is None else set(self.neighbours.silent())
+        (own, _), members = self.replicas.place_of(self._transport.rank), self.replicas.whole(self.members)
+        holes = tuple(seat for seat, member in enumerate(members) if silent.intersection(self.replicas.workers_of(member)))
+        (start, dealt), number, is_in = self._origin, 0, True
+        if self.epochs is not None:
+            newest, is_in = self.epochs.newest, self.epochs.is_member
+            number, start, dealt = newest.number, newest.start, newest.dealt
+        return Roster(number, members.index(own) if is_in else -1, len(members), members, holes, start, dealt)
 
     def deal_from(self, round_: int, dealt: int) -> None:
         """``Roster.start`` and ``Roster.dealt`` of the present roster are these; the same on all workers."""
         self._origin = round_, dealt
+        if self.epochs is not None:
+            self.epochs.deal_from(round_, dealt)
 
     def refuse(self, error: Exception) -> None:
         """Raises ``error``: a call cannot be made by all workers in the same round, or expects that they change."""
@@ -62,7 +77,7 @@ class Members:
 
     def newest_round(self, own: int) -> int:
         """Of the connected workers and this one, which is in round ``own``: a call of all brings them to it."""
-        return own
+        return own if self.neighbours is None else max([own, *map(self.neighbours.round_of, self.neighbours.living())])
 
     def look(self, round_: int) -> None:
         """Called before each round."""
@@ -77,7 +92,7 @@ class Members:
     def close(self) -> None:
         """Ends the threads."""
         if self.epochs is not None:
-            self.epochs.close()
+            self.epochs.keeper.close()
 
 
 class MembershipMonitor(Members):
@@ -92,6 +107,8 @@ class MembershipMonitor(Members):
     """
 
     tolerates_faults = True
+
+    neighbours: Neighbours
 
     def __init__(
         self, transport: Transport, neighbours: Neighbours, faults: Tolerate, replicas: Replicas, epochs: Epochs | None
@@ -119,38 +136,14 @@ class MembershipMonitor(Members):
                 n,
             )
 
-    @property
-    def members(self) -> tuple[int, ...]:
-        return tuple(range(self._transport.world_size)) if self.epochs is None else self.epochs.newest.members
-
-    @property
-    def roster(self) -> Roster:
-        """The newest epoch, and who of it is left out."""
-        silent, (own, _) = set(self.neighbours.silent()), self.replicas.place_of(self._transport.rank)
-        members = self.replicas.whole(self.members)
-        holes = tuple(seat for seat, member in enumerate(members) if silent.intersection(self.replicas.workers_of(member)))
-        (start, dealt), number, is_in = self._origin, 0, True
-        if self.epochs is not None:
-            newest, is_in = self.epochs.newest, self.epochs.is_member
-            number, start, dealt = newest.number, newest.start, newest.dealt
-        return Roster(number, members.index(own) if is_in else -1, len(members), members, holes, start, dealt)
-
     def refuse(self, error: Exception) -> None:
         """It goes on without them."""
-
-    def newest_round(self, own: int) -> int:
-        return max([own, *map(self.neighbours.round_of, self.neighbours.living())])
-
-    def deal_from(self, round_: int, dealt: int) -> None:
-        super().deal_from(round_, dealt)
-        if self.epochs is not None:
-            self.epochs.deal_from(round_, dealt)
 
     def restart(self) -> None:
         """``Epochs.restart``."""
         self._origin, before = (0, 0), self.roster
         if self.epochs is not None and (epoch := self.epochs.restart()) is not None:
-            self._announce(epoch, before, self.epochs.absent)
+            self._announce(epoch, before, self.epochs.keeper.absent)
 
     def has_to_wait(self, round_: int, *, at_once: bool) -> bool:
         """Whether this worker goes no further at present, since it is cut off, or was stopped and does not know yet in which
@@ -224,7 +217,7 @@ class MembershipMonitor(Members):
                 "this one: the others continue."
             )
         if epoch is not None:
-            self._announce(epoch, before, self.epochs.absent)
+            self._announce(epoch, before, self.epochs.keeper.absent)
         if self._coming is not None and round_ >= self._coming[0].start:
             (_, old), self._coming = self._coming, None
             for callback in self.callbacks:
@@ -235,8 +228,6 @@ class MembershipMonitor(Members):
         self._coming, self._vouched = (epoch, old), set(absent.intersection(epoch.members))
         who = ", ".join(map(str, epoch.members))
         _log.warning("epoch %d, from round %d on: %d workers, %s", epoch.number, epoch.start, len(epoch.members), who)
-
-    # -- processes that join ------------------------------------------------------------------------------------------
 
     def is_free(self, rank: int, incarnation: int) -> bool:
         """Whether a process may take the place of this worker: it is gone, or this process has the place already.
@@ -256,7 +247,7 @@ class MembershipMonitor(Members):
         Args:
             in_store: those of the newest epoch in the store; else those of the present one that this worker is connected to.
         """
-        epoch = None if self.epochs is None else self.epochs.newest_in_store() if in_store else self.epochs.newest
+        epoch = None if self.epochs is None else self.epochs.keeper.newest_in_store() if in_store else self.epochs.newest
         known: Mapping[int, int]
         members, known = (self.members, {}) if epoch is None else (epoch.members, epoch.incarnations)
         own, position = self.replicas.place_of(self._transport.rank)

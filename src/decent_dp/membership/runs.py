@@ -84,10 +84,6 @@ class Run:
         settings = parse(keys[1], "the settings of a run", texts[1], _read_signature)
         return cls(ask, entry.run_id, entry.name, record, *settings, epoch or Epoch.first(record.world_size))
 
-    @property
-    def members(self) -> tuple[int, ...]:
-        return self.epoch.members
-
     def addresses(self, ranks: Iterable[int]) -> dict[int, Mapping[str, Any] | None]:
         """Where the present processes of workers listen, and which processes they are; {} of one that has left, None if the
         store does not know it.
@@ -114,7 +110,7 @@ class Run:
             UnreadableError: as of ``addresses``.
         """
         deadline, found = time.monotonic() + _ANSWERS, set()
-        for rank, address in self.addresses(self.members).items():
+        for rank, address in self.addresses(self.epoch.members).items():
             if rank == but:
                 continue
             found.add(reach(address) if time.monotonic() < deadline else Reach.UNKNOWN)
@@ -158,15 +154,14 @@ def choose(ask: Ask, name: str | None) -> Run | None:
     """
     found = [entry for entry in ask(runs_in) if name in (None, entry.name)]
     if len(found) > 1:
-        lives = {entry: _reach_of(ask, entry) for entry in found}
-        left = [entry for entry, reached in lives.items() if reached is not Reach.GONE]
+        looks = [(entry, *_look(ask, entry)) for entry in found]
+        left = {entry: f"'{entry.name}' ({text})" for entry, reached, text in looks if reached is not Reach.GONE}
         if len(left) > 1:
             raise ValueError(
                 f"{len(left)} runs are registered at this store: say which one is meant, by its name (run=, or --run of a "
-                f"command): {', '.join(_describe(ask, entry, lives[entry]) for entry in left)}. Runs get their names from "
-                "faults=decent_dp.Tolerate(run=...)."
+                f"command): {', '.join(left.values())}. Runs get their names from faults=decent_dp.Tolerate(run=...)."
             )
-        found = left or found
+        found = list(left) or found
     return Run.read(ask, found[-1]) if found else None
 
 
@@ -194,7 +189,7 @@ def register(epochs: EpochStore) -> None:
             for entry in _entries(epochs.ask):
                 if entry.name != own.name and time.monotonic() > deadline:
                     continue
-                found = _reach_of(epochs.ask, entry)
+                found, _ = _look(epochs.ask, entry)
                 if found is Reach.ANSWERS and entry.name == own.name:
                     raise ValueError(
                         f"faults=Tolerate(run='{own.name}'): a run of this name lives at this store. End it first, or give "
@@ -220,7 +215,7 @@ def run_without(ask: Ask, rank: int, world_size: int) -> str | None:
         try:
             run = Run.read(ask, entry)
             if run.record.world_size == world_size and run.reach(but=rank) is Reach.ANSWERS:
-                own = run.addresses([rank])[rank] if rank in run.members else {}
+                own = run.addresses([rank])[rank] if rank in run.epoch.members else {}
                 if reach(own) is not Reach.ANSWERS:
                     return run.name
         except UnreadableError as error:
@@ -235,19 +230,14 @@ def _entries(ask: Ask) -> list[Entry]:
         return []
 
 
-def _reach_of(ask: Ask, entry: Entry) -> Reach:
+def _look(ask: Ask, entry: Entry) -> tuple[Reach, str]:
+    """Whether the members of a run answer, and how many there are, in words."""
     try:
-        return Run.read(ask, entry).reach()
+        run = Run.read(ask, entry)
+        reached = run.reach()
     except UnreadableError:
-        return Reach.UNKNOWN
-
-
-def _describe(ask: Ask, entry: Entry, reached: Reach) -> str:
-    try:
-        size = f"{len(Run.read(ask, entry).members)} members"
-    except UnreadableError:
-        size = "unreadable"
-    return f"'{entry.name}' ({size}{', which do not answer from here' * (reached is not Reach.ANSWERS)})"
+        return Reach.UNKNOWN, "unreadable"
+    return reached, f"{len(run.epoch.members)} members{', which do not answer from here' * (reached is not Reach.ANSWERS)}"
 
 
 def _read_signature(found: Any) -> tuple[Mapping[str, Any], Replicas]:

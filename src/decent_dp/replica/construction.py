@@ -186,8 +186,7 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
     epochs = None
     if isinstance(agreed.topology, EpochTopology) and store is not None:
         incarnation = transport.incarnation if isinstance(transport, NewcomerTransport) else 0
-        rank, n = transport.rank, transport.world_size
-        epochs = Epochs(rank, n, neighbours, agreed.topology, store, incarnation, replicas)
+        epochs = Epochs(transport.rank, replicas, neighbours, agreed.topology, store, incarnation)
     return replace(agreed, monitor=MembershipMonitor(transport, neighbours, given.faults, replicas, epochs))
 
 

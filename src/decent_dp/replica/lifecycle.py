@@ -164,5 +164,5 @@ def _shut_down(engine: Engine, transport: Transport, epochs: Epochs | None) -> N
         if error is None:
             _log.warning("the last exchange could not be finished: %s", lost)
     if epochs is not None:
-        epochs.close()
+        epochs.keeper.close()
     transport.close()

@@ -192,7 +192,7 @@ class Mates:
         _log.error("%s", self.error)
         self._monitor.neighbours.fail(self.error)  # for the other replicas it is gone from now on
         if self._monitor.epochs is not None:
-            self._monitor.epochs.stop()
+            self._monitor.epochs.keeper.stop()
 
     # -- in the thread that looks -------------------------------------------------------------------------------------
 

@@ -189,7 +189,7 @@ class StateServer(Listener):
             seats, _ = self._seats.pop(asker)
             if self._monitor.epochs is not None:
                 for seat in seats:
-                    self._monitor.epochs.withdraw(*seat)
+                    self._monitor.epochs.keeper.withdraw(*seat)
 
     def _give_seat(self, asker: Asker, wanted: Any) -> bytes:
         """``wanted``: ranks and incarnations of all processes of the asker's replica, which become members together."""
@@ -209,7 +209,7 @@ class StateServer(Listener):
             seats, _ = self._seats.get(asker, ({}, 0.0))
             self._seats[asker] = seats, time.monotonic()  # first: what is offered is withdrawn if another offer fails
             for process in processes:
-                seats[process] = seats.get(process) or monitor.epochs.offer(*process)
+                seats[process] = seats.get(process) or monitor.epochs.keeper.offer(*process)
             if not all(future.done() for future in seats.values()):
                 return pack_message({"wait": "the members agree on an epoch"})
             del self._seats[asker]

@@ -158,7 +158,7 @@ def _run(workers: int, max_restarts: int, command: Sequence[str], attempt: int, 
             run = newest_run(store)
         except PeerLostError:
             return None
-        return None if run is None else {rank: run.epoch.incarnations.get(rank, 0) for rank in run.members}
+        return None if run is None else {rank: run.epoch.incarnations.get(rank, 0) for rank in run.epoch.members}
 
     outcome = run_separately(workers, command, max_restarts, look, _say, attempt)
     if outcome.signal:

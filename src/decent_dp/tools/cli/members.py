@@ -82,14 +82,14 @@ def status(address: _Address = None, name: _Name = None) -> int:
 
     run = _look(address, name)
     replicas, rows = run.replicas, []
-    seats = replicas.whole(run.members)
+    seats = replicas.whole(run.epoch.members)
     for rank, found in run.addresses(range(run.record.places)).items():
         if found is None and rank >= run.record.world_size:
             continue  # nobody has had this place yet
-        seat = str(seats.index(replicas.place_of(rank)[0])) if rank in run.members else "-"
+        seat = str(seats.index(replicas.place_of(rank)[0])) if rank in run.epoch.members else "-"
         where = [str(found["machine"]), str(found["pid"])] if found else ["?", "?"]
         rows.append([str(rank), seat, *where, reach(found).value])
-    members = f"{len(run.members)} of at most {run.record.places} workers"
+    members = f"{len(run.epoch.members)} of at most {run.record.places} workers"
     say(f"run {run.name}: epoch {run.epoch.number}, {members}")
     say(table(("worker", "seat", "machine", "process", "answers"), rows, left=(2,)))
     return 0
@@ -103,8 +103,8 @@ def kill(
     from decent_dp.transport.rendezvous import network_stack
 
     run = _look(address, name)
-    if worker not in run.members:
-        raise BadInputError(f"worker {worker} is not a member: members are {', '.join(map(str, run.members))}")
+    if worker not in run.epoch.members:
+        raise BadInputError(f"worker {worker} is not a member: members are {', '.join(map(str, run.epoch.members))}")
     found = run.addresses([worker])[worker]
     if not found or reach(found) not in (Reach.ANSWERS, Reach.SILENT):
         raise RuntimeError(f"worker {worker} does not answer from here")
