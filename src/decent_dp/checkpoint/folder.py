@@ -27,7 +27,6 @@ import socket
 import stat
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -113,14 +112,13 @@ class Sight:
 
     Attributes:
         only: the name of the checkpoint that was asked for, if the path was that of one.
-        steps: by name of each checkpoint, newest first: how many workers saved it, and the first and last rank of each run of
-            consecutive ranks whose shards are there.
+        steps: by name of each checkpoint, newest first: how many workers saved it, and the ranks whose shards are there.
         latest: a checkpoint was complete here once: there is a file ``latest``.
         hint: the name in it.
     """
 
     only: str | None = None
-    steps: dict[str, tuple[int, list[tuple[int, int]]]] = field(default_factory=dict)
+    steps: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
     latest: bool = False
     hint: str | None = None
 
@@ -159,17 +157,14 @@ def _advice(path: Path) -> str:
     return ""
 
 
-def look_at(folder: Path) -> tuple[int, list[tuple[int, int]]]:
-    """How many workers saved a checkpoint, and the runs of ranks whose shards are there; see ``Sight.steps``."""
-    ranks, match = ranks_in(folder), _NAME.fullmatch(folder.name)
-    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
-    if match is not None:
-        world_size = int(match[3])
-    else:  # a copy that the user has given another name
-        number = ranks[0] if ranks else 0
-        with Shard(folder / shard_name(number), number) as shard:
-            world_size = shard.record.world_size
-    return world_size, [(run[0], run[-1]) for run in runs]
+def look_at(folder: Path) -> tuple[int, list[int]]:
+    """How many workers saved a checkpoint, and the ranks whose shards are there."""
+    ranks = ranks_in(folder)
+    if (match := _NAME.fullmatch(folder.name)) is not None:
+        return int(match[3]), ranks
+    number = ranks[0] if ranks else 0  # a copy that the user has given another name
+    with Shard(folder / shard_name(number), number) as shard:
+        return shard.record.world_size, ranks
 
 
 def _hint(root: Path) -> str | None:
@@ -205,12 +200,8 @@ def attempt_of(sights: Sequence[Sight]) -> int:
 def missing_rank(name: str, sights: Sequence[Sight]) -> int | None:
     """The first worker whose shard of a checkpoint is seen by no worker; None if it is complete."""
     seen = [sight.steps[name] for sight in sights if name in sight.steps]
-    following = 0
-    for first, last in sorted((first, last) for _, runs in seen for first, last in runs):
-        if first > following:
-            break
-        following = max(following, last + 1)
-    return following if following < max(n for n, _ in seen) else None
+    there = {rank for _, ranks in seen for rank in ranks}
+    return next((rank for rank in range(max(n for n, _ in seen)) if rank not in there), None)
 
 
 def choose(root: Path, sights: Sequence[Sight]) -> tuple[str, int] | None:
