@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -27,6 +28,8 @@ _MOST_COPIES = 2
 _FRESH = 60.0
 # How long a copy is kept for one that asks no more, in ``dead_after``: a joiner without a network gives up after 30 s.
 _KEPT = 3.0
+# Seconds for which training waits for the memory of a copy: that of a small one is there by then.
+_SOON = 0.02
 # Seconds after which one that has wanted a seat, and asks no more, has ended.
 _ENDED = 3.0
 
@@ -95,7 +98,7 @@ class StateServer(Listener):
                 self._wanting, self._memory, self._refusal = {}, None, refusal
 
     def _take(self) -> _Kept | None:
-        """None: the memory for it is made first."""
+        """None: the memory for it is made first, which takes a while."""
         if not self._replica.engine.counts.exchanges and len(self._monitor.members) > 1:
             raise RuntimeError("this worker has not mixed yet")
         # What is in flight, and what edges have learned, is between this worker and others.
@@ -105,7 +108,8 @@ class StateServer(Listener):
         text, tensors = encode({"first_bucket": bucket, "epoch": known, "snapshot": snapshot})
         if self._memory is None:
             self._memory = self._maker.submit(HostMemory.reserved, HostMemory.sizes(tensors))
-            return None
+            if not futures.wait([self._memory], _SOON).done:
+                return None
         staged = self._memory.result().copy(tensors)
         return _Kept(StateCopy(text, staged.tensors), staged, time.monotonic(), bucket, {})
 
