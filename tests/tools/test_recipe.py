@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from decent_dp._compressions import parse_compression
 from decent_dp.compression import FlatTensor, check_compression
 from decent_dp.engine.layout import TensorSpec
 from decent_dp.tools.planner import Choice, Cluster, Job, Link, more_steps, plan, predict, recipe
@@ -60,13 +59,6 @@ def test_the_code_is_what_gossip_takes():
     check_compression(found[1])
     assert int(found[2]) > 1
     assert "one-peer-exp" in taken(20).code or "base-2" in taken(20).code
-
-
-@pytest.mark.slow
-def test_nodes_of_several_workers_keep_their_topologies():
-    found = taken(100, Job.of_step(65e6, 60), n=16, local=4)
-    assert found.prediction.choice.kind == "decent_dp"
-    assert found.to_ddp < 1
 
 
 def test_the_step_of_gossip_adamw_is_part_of_the_prediction():
@@ -142,11 +134,3 @@ def test_turns_send_a_part_in_each_step():
     assert whole.step_ms == pytest.approx(16_000, rel=0.05)
     assert part.step_ms == pytest.approx(1600, rel=0.1)
     assert part.name == "base-2, int8, every 10"
-
-
-def test_names_mean_the_same_with_and_without_torch():
-    for name in (None, "bfloat16", "int8", "low-rank:3", "low-rank:12,int8"):
-        assert check_compression(name).name == name
-        rank, code = parse_compression(name)
-        assert (rank is None) == (name is None or not name.startswith("low-rank"))
-        assert code in (None, "bfloat16", "int8")
