@@ -290,7 +290,7 @@ def test_files_have_at_most_600_lines():
 
 # Lines of a room: at most today, and the goal. The first numbers only shrink.
 LINES = {
-    "topo": (1795, 1400),
+    "topo": (1781, 1400),
     "rules": (489, 600),
     "compression": (2221, 1800),
     "optim": (1798, 1700),

@@ -22,12 +22,14 @@ import numpy.typing as npt
 
 from decent_dp._checks import check_integer
 
-from .edges import _KEPT_ROUNDS, Edge, PairRounds, _checked_round, _words
+from .edges import Edge, PairRounds, _checked_round, _words
 
 __all__ = ["Edge", "Stage", "Topology", "Turn", "worker_scope"]
 
 FINGERPRINT_ROUNDS = 64
 _SHOWN_ROUNDS = 16
+# Every bucket of an update asks for the same round, so a few rounds are kept.
+_KEPT_ROUNDS = 8
 
 _scope: ContextVar[tuple[int, int] | None] = ContextVar("decent_dp_worker", default=None)
 
@@ -132,7 +134,7 @@ class Topology(metaclass=TopologyMeta):
             raise ValueError(f"{name}: rank must be below world_size={self._world_size}, got {self._rank}")
         self._n_nodes = max(1, self._world_size // self._local_world_size)
         self._periodic_rounds: Sequence[list[Edge]] | None = None
-        self._recent_rounds: dict[int, list[Edge]] = {}  # of a topology without a period
+        self._recent_rounds: dict[int, list[Edge]] = {}  # of those that are made when they are looked up
         reason = type(self).unfit(self._world_size, self._local_world_size)
         if reason is not None:
             raise ValueError(f"{name} {reason}; 'base-2' and 'ring' fit any number")
@@ -283,12 +285,8 @@ class Topology(metaclass=TopologyMeta):
         """The fingerprint of the first ``most`` rounds, and of a text that stands for the others."""
         period = self.period
         digest = hashlib.sha256(f"period {period}{also}".encode())
-        rounds = None if self._is_aperiodic() else self._period_rounds()
         for t in range(min(period or most, most)):
-            if isinstance(rounds, PairRounds):
-                digest.update(rounds.digest(t))
-            else:
-                digest.update(repr(sorted((sorted(edge.ranks), edge.weight) for edge in self._checked(t))).encode())
+            digest.update(repr(sorted((sorted(edge.ranks), edge.weight) for edge in self._checked(t))).encode())
         return {"name": self._title(), "n": self._world_size, "rounds": digest.hexdigest()[:16]}
 
     def __repr__(self) -> str:
@@ -329,12 +327,14 @@ class Topology(metaclass=TopologyMeta):
     def _checked(self, t: int) -> list[Edge]:
         """Round ``t``, checked."""
         t = check_integer("round", t, 0)
-        if not self._is_aperiodic():
-            rounds = self._period_rounds()
-            return rounds[t % len(rounds)]
+        rounds = None if self._is_aperiodic() else self._period_rounds()
+        if rounds is not None:
+            t %= len(rounds)
+            if not isinstance(rounds, PairRounds):
+                return rounds[t]
         edges = self._recent_rounds.get(t)
         if edges is None:
-            edges = self._check_round(t, self.round(t))
+            edges = self._check_round(t, self.round(t)) if rounds is None else rounds[t]
             # A new dict instead of a change: threads may look rounds up at the same time.
             self._recent_rounds = dict([*list(self._recent_rounds.items())[-(_KEPT_ROUNDS - 1) :], (t, edges)])
         return edges

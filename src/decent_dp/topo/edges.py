@@ -8,15 +8,11 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
-import numpy as np
-
 __all__ = ["Edge", "EdgeOfHook", "PairRounds", "Pairs"]
 
 Pairs = Iterable[tuple[int, int]]
 
 _SHOWN_EDGES, _SHOWN_RANKS = 16, 16
-# Every bucket of an update asks for the same round, so a few rounds are kept.
-_KEPT_ROUNDS = 8
 
 
 @dataclass
@@ -151,7 +147,7 @@ def _checked_round(edges: object, world_size: int, where: str) -> list[Edge]:
 class PairRounds(Sequence[list[Edge]]):
     """The rounds of a period in which pairs average (weight 1/2) and all others are idle, each made when it is looked up.
 
-    So an odd ring of n workers, which has n rounds, does not hold n x n edges. The last few rounds are kept.
+    So an odd ring of n workers, which has n rounds, does not hold n x n edges.
 
     Args:
         n: number of workers.
@@ -162,7 +158,6 @@ class PairRounds(Sequence[list[Edge]]):
 
     def __init__(self, n: int, period: int, pairs_of: Callable[[int], Pairs], *, idle_first: bool = False) -> None:
         self._n, self._period, self._pairs_of, self._idle_first = n, period, pairs_of, idle_first
-        self._made: dict[int, list[Edge]] = {}
 
     def __len__(self) -> int:
         return self._period
@@ -171,17 +166,8 @@ class PairRounds(Sequence[list[Edge]]):
         if isinstance(t, slice):
             return [self[i] for i in range(*t.indices(self._period))]
         t = range(self._period)[t]
-        made = self._made.get(t)
-        if made is None:
-            pairs = [sorted(pair) for pair in self._pairs_of(t)]
-            busy = {rank for pair in pairs for rank in pair}
-            idle = [Edge([rank], 1.0) for rank in range(self._n) if rank not in busy]
-            mixing = [Edge(pair, 0.5) for pair in pairs]
-            made = idle + mixing if self._idle_first else mixing + idle
-            # A new dict instead of a change: threads may look rounds up at the same time.
-            self._made = dict([*list(self._made.items())[-(_KEPT_ROUNDS - 1) :], (t, made)])
-        return made
-
-    def digest(self, t: int) -> bytes:
-        """Round ``t`` as bytes, the same in whatever order its pairs are."""
-        return np.array(sorted(sorted(pair) for pair in self._pairs_of(t)), "<i8").tobytes()
+        pairs = [sorted(pair) for pair in self._pairs_of(t)]
+        busy = {rank for pair in pairs for rank in pair}
+        idle = [Edge([rank], 1.0) for rank in range(self._n) if rank not in busy]
+        mixing = [Edge(pair, 0.5) for pair in pairs]
+        return idle + mixing if self._idle_first else mixing + idle
