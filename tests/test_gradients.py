@@ -624,23 +624,24 @@ def test_a_gradient_that_comes_again_from_an_inner_backward_is_of_the_same_updat
     beside(LateCheckpoint(), step, bucket_size_in_mb=TINY)
 
 
-def test_an_outer_backward_that_raises_after_its_inner_one():
+@pytest.mark.parametrize("within", [True, False], ids=["in the same node", "in a later node"])
+def test_an_outer_backward_that_raises_after_its_inner_one(within):
     """The output is an opaque object, and the graph stays alive: the next forward completes the round."""
 
-    class Failing(torch.autograd.Function):
+    class Inner(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.view_as(x)
+        def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+            with torch.enable_grad():
+                ctx.x = x.detach().requires_grad_()
+                ctx.y = layer(ctx.x)
+            return ctx.y.detach()
 
         @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            if fails:
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            ctx.y.backward(grad)
+            if fails and within:
                 raise RuntimeError("out of memory")
-            return grad
-
-    class Opaque:
-        def __init__(self, tensor: Tensor) -> None:
-            self.tensor = tensor
+            return ctx.x.grad, None
 
     class Nested(nn.Module):
         def __init__(self) -> None:
@@ -648,15 +649,15 @@ def test_an_outer_backward_that_raises_after_its_inner_one():
             self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
 
         def forward(self, x: Tensor) -> Any:
-            x = Failing.apply(self.first(x.requires_grad_()))
-            return Opaque(checkpoint(self.second, x, use_reentrant=True))
+            return Opaque(Inner.apply(Breaks.apply(self.first(x)), self.second))
 
     model = alone(Nested())
     losses = []
     for t, fails in enumerate((False, True, False, False)):
         losses.append(model(batch(t)[0]).tensor.sum())  # all graphs are kept
-        with pytest.raises(RuntimeError, match="out of memory") if fails else contextlib.nullcontext():
+        Breaks.armed = fails and not within
+        with pytest.raises((RuntimeError, MemoryError), match="out of memory") if fails else contextlib.nullcontext():
             losses[-1].backward()
-    assert model.stats().rounds == 4
-    assert model.stats().updates == 3
+        Breaks.armed = False
+    assert (model.stats().updates, model.stats().rounds) == (3, 4)
     model.close()
