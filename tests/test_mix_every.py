@@ -224,23 +224,14 @@ def test_messages_and_their_rounds():
         assert counts == [0, 48, 48, 120, 120, 168, 168, 240, 240]  # three rows of five, and before them two in their turn
 
 
-def test_edges_of_the_mixes_are_connected_ahead(workers):
+def test_edges_of_the_mixes_are_connected_ahead():
     """No connection is left for the first mix to make."""
-    assert workers(4, connected) == [[[0, 1], [0, 3]], [[0, 1], [1, 2]], [[2, 3], [1, 2]], [[2, 3], [0, 3]]]
+    assert run_replicas(4, connected) == [[[0, 1], [0, 3]], [[0, 1], [1, 2]], [[2, 3], [1, 2]], [[2, 3], [0, 3]]]
 
 
-def connected(rank: int, n: int) -> list[list[int]]:
-    from decent_dp.transport import connect
-
-    transport = connect(None)
+def connected(transport: Any) -> list[list[int]]:
     prepared: list[Edge] = []
-    original = transport.prepare
-
-    def prepare(edges: list[Edge]) -> None:
-        prepared.extend(edges)
-        original(edges)
-
-    transport.prepare = prepare  # type: ignore[method-assign]
+    transport.prepare = prepared.extend
     model = DecentralizedDataParallel(Linear(), ADAMW, topology="ring", mix_every=100, transport=transport)
     model.close()
     return [edge.ranks for edge in prepared]
