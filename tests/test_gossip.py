@@ -5,25 +5,22 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import os
 import pickle
 import re
-import signal
 import time
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from decent_dp import gossip
-from decent_dp.errors import OutOfStepError, PeerLostError
+from decent_dp.errors import PeerLostError
 from decent_dp.topo import Edge, Topology
 from decent_dp.transport import InProcessTransport, run_replicas
-from tests.helpers import SGD, assert_same, batch, errors_of, loss, net, values
+from tests.helpers import SGD, assert_same, batch, loss, net, values
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0)
 
@@ -321,20 +318,6 @@ def test_join(workers, cases):
             assert_same(a, b)
 
 
-def out_of_step(rank: int, n: int) -> Any:
-    model = net()
-    optimizer = SGD(model.parameters())
-    replica = gossip(model, optimizer, topology="ring")
-    train(model, optimizer, range(3 + (rank == 0)), rank)
-    calls = replica.flush, replica.average_, replica.consensus_distance, lambda: replica.averaged().__enter__()
-    return errors_of(calls, OutOfStepError, r"worker 0: 4, worker 1: 3")
-
-
-def test_other_numbers_of_rounds_are_named_on_all(workers):
-    first, second = workers(2, out_of_step)
-    assert first == second
-
-
 # -- life --------------------------------------------------------------------------------------------------------------
 
 
@@ -370,65 +353,6 @@ def test_workers_that_exit_early(workers):
     for [first], others in zip(kept, workers(3, left_in_turn, ["closed", "dropped", "not kept"]), strict=True):
         for other in others:
             assert_same(first, other)
-
-
-def groups(rank: int, n: int) -> Any:
-    group = dist.new_group([1, 3])
-    model = net(rank)
-    optimizer = SGD(model.parameters())
-    found = None
-    if rank in (1, 3):
-        replica = gossip(model, optimizer, topology="ring", overlap=False, process_group=group)
-        train(model, optimizer, range(3), rank)
-        found = values(model), replica.consensus_distance()
-        replica.close()
-    else:
-        with pytest.raises(ValueError, match="not a member"):
-            gossip(model, optimizer, process_group=group)
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    everybody = gossip(model, optimizer, topology="complete", overlap=False)
-    train(model, optimizer, range(1), rank)
-    return found, float(total), everybody.consensus_distance()
-
-
-def test_a_process_group(workers):
-    results = workers(4, groups)
-    assert [total for _, total, _ in results] == [4.0] * 4
-    assert all(distance < 1e-6 for *_, distance in results)
-    assert_same(results[1][0][0], results[3][0][0], 1e-6)
-
-
-class Failing(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.body, self.how, self.calls = net(), how, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls == 4 and self.how == "raise":
-            raise ValueError("a bad batch in shard 17")
-        if self.calls == 4 and self.how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        result: Tensor = self.body(x)
-        return result
-
-
-def failing(rank: int, n: int, how: str, topology: str) -> None:
-    model = Failing(how if rank == 2 else "")
-    optimizer = SGD(model.parameters())
-    gossip(model, optimizer, topology=topology)
-    train(model, optimizer, range(12), rank)
-
-
-@pytest.mark.parametrize(("how", "topology"), [("raise", "complete"), pytest.param("kill", "ring", marks=pytest.mark.slow)])
-def test_a_worker_that_fails_is_named(workers, how, topology):
-    outcomes = workers.outcomes(3, failing, how, topology)
-    assert outcomes[2].error == ("ValueError" if how == "raise" else "Gone")
-    for rank in (0, 1):
-        assert outcomes[rank].error == PeerLostError.__name__, outcomes[rank]
-        assert "2" in outcomes[rank].message
-        assert outcomes[rank].seconds < 45  # a silent one is waited for 60 s
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

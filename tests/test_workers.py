@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from decent_dp import gossip
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import DisagreementError, OutOfStepError, PeerLostError, PeerTimeoutError
 from decent_dp.topo import Edge, RingTopology, Topology, TopologyReg
@@ -514,13 +515,21 @@ def groups(rank: int, n: int) -> Any:
     group = dist.new_group([1, 3])
     found = None
     if rank in (1, 3):
-        model = DecentralizedDataParallel(net(rank), SGD, topology="ring", overlap=False, process_group=group)
+        model = net(rank)
+        optimizer = SGD(model.parameters())
+        replica = gossip(model, optimizer, topology="ring", overlap=False, process_group=group)
         for t in range(3):
             loss(model, t, rank).backward()
-        found = values(model), model.consensus_distance()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = values(model), replica.consensus_distance()
     else:
-        with pytest.raises(ValueError, match="not a member"):
-            DecentralizedDataParallel(net(), SGD, process_group=group)
+        for make in (
+            lambda m: DecentralizedDataParallel(m, SGD, process_group=group),
+            lambda m: gossip(m, SGD(m.parameters()), process_group=group),
+        ):
+            with pytest.raises(ValueError, match="not a member"):
+                make(net())
     after = dist.new_group([0, 1, 2, 3])
     total = torch.ones(1)
     dist.all_reduce(total, group=after)
