@@ -157,7 +157,7 @@ def test_a_disk_that_hangs_does_not_hold_a_close(tmp_path, monkeypatch):
     model.close()
     assert time.monotonic() - began < 45
     hangs.set()
-    assert "worker-0000.safetensors was not written: the disk hangs, or is slow, 0.5 s after close()" in str(saving.error)
+    assert f"{saving.path} was not written: the disk hangs, or is slow, 0.5 s after close()" in str(saving.error)
 
 
 def test_a_close_that_comes_while_old_checkpoints_are_removed_blames_no_file(tmp_path, monkeypatch, caplog):
@@ -170,8 +170,7 @@ def test_a_close_that_comes_while_old_checkpoints_are_removed_blames_no_file(tmp
     assert time.monotonic() - began < 45
     hangs.set()
     assert saving.wait() == latest(tmp_path) == saving.path
-    assert "is complete; older checkpoints were still being removed, 0.3 s after close()" in caplog.text
-    assert "was not" not in caplog.text
+    assert caplog.text == ""
     hangs.set()
 
 

@@ -294,7 +294,10 @@ def out_of_step(rank: int, n: int, folder: str) -> None:
             call()
     if rank == 0:
         loss(model, 1, rank).backward()
-    with pytest.raises(OutOfStepError, match=r"averaged different numbers of updates \(worker 0: 1, worker 1: 2\)"), ema.averaged():
+    with (
+        pytest.raises(OutOfStepError, match=r"averaged different numbers of updates \(worker 0: 1, worker 1: 2\)"),
+        ema.averaged(),
+    ):
         pass
     if rank == 0:
         ema.update()

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 from decent_dp._checks import check_bool, check_integer
 from decent_dp.checkpoint import folder
-from decent_dp.checkpoint.files import Record, shard_name, write_shard
+from decent_dp.checkpoint.files import Record, write_shard
 from decent_dp.checkpoint.random_states import random_states
 from decent_dp.compression import all_finite
 from decent_dp.ddp import DecentralizedDataParallel
@@ -143,8 +143,6 @@ class Saving:
         # The result is the error, or None.
         self._over: futures.Future[Exception | None] = futures.Future()
         self._is_complete = self._raised = False
-        # What is late where it is given up.
-        self._late = f"{path} was not complete"
 
     def __repr__(self) -> str:
         state = "in flight" if not self.done else "complete" if self.error is None else f"failed: {self.error}"
@@ -178,9 +176,9 @@ class Saving:
         return self.path if self.done and self.error is None else None
 
     def _finish(self, error: Exception | None) -> None:
-        """The first call counts: ``Saver.closing`` may have given up."""
+        """The first call counts: ``Saver.closing`` may give up. It may while older checkpoints are being removed."""
         with contextlib.suppress(futures.InvalidStateError):
-            self._over.set_result(error)
+            self._over.set_result(None if self._is_complete else error)
 
     def _raise_error(self, *, once: bool = False) -> None:
         """Raises an error that is not only about files; not again if ``once``."""
@@ -270,8 +268,6 @@ class Saver(Listener):
             raise
         finally:
             saving = Saving(where, number, replica.engine.round, replica.world.control.ranks)
-            if shard is not None:
-                saving._late = f"{where / shard_name(shard.record.rank)} was not written: the disk hangs, or is slow"
             args = saving, refusal if shard is None else shard
             threading.Thread(target=self._run, args=args, name="decent_dp-checkpoint", daemon=True).start()
             self._in_flight.append(saving)
@@ -319,9 +315,10 @@ class Saver(Listener):
         futures.wait([saving._over for saving in in_flight if saving._written.done()], left)
         for saving in in_flight:
             if not saving.done:
-                late = PeerTimeoutError(f"{saving._late}, {others if saving._written.done() else own:g} s after close().")
-                _log.warning("%s", late)
-                saving._finish(None if saving._is_complete else late)
+                what, after = ("complete", others) if saving._written.done() else ("written: the disk hangs, or is slow", own)
+                saving._finish(PeerTimeoutError(f"{saving.path} was not {what}, {after:g} s after close()."))
+                if saving.error is not None:
+                    _log.warning("%s", saving.error)
         if all(saving._written.done() for saving in self._in_flight):
             self._memory = HostMemory()
 
@@ -339,7 +336,6 @@ class Saver(Listener):
             own: BaseException | None = shard if isinstance(shard, BaseException) else None
             if isinstance(shard, _UnwrittenShard):
                 own = self._write(saving.path, shard)
-                saving._late = f"{saving.path} was not complete"
             saving._written.set_result(None)
             error = self._outcome(saving, own)
             if isinstance(shard, BaseException):  # the training thread has raised it
@@ -402,7 +398,7 @@ class Saver(Listener):
     def _completed(self, saving: Saving, shard: _UnwrittenShard) -> None:
         path, root, rank = saving.path, shard.root, shard.record.rank
         _log.info("%s is complete", path)
-        saving._is_complete, saving._late = True, f"{path} is complete; older checkpoints were still being removed"
+        saving._is_complete = True
         root.complete.add(path.name)
         # The first worker of each folder. An error makes the checkpoint no less complete, and a full disk needs the second.
         latest = partial(folder.write_latest, path.parent, path.name, rank)
