@@ -488,6 +488,10 @@ def test_every_method_of_a_rule_is_on_its_page():
     assert len(example.splitlines()) <= 40
 
 
+def text_of(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
 def between(page: Path, mark: str) -> str:
     """The part of a page between two marks."""
     found = re.search(
@@ -509,7 +513,7 @@ def test_the_figures_are_drawn():
 def test_pages_show_the_committed_times_to_the_same_loss():
     from benchmarks import time_to_loss
 
-    results = json.loads((ROOT / "docs" / "results" / "time-to-loss.json").read_text(encoding="utf-8"))
+    results = json.loads(text_of("docs/results/time-to-loss.json"))
     assert between(ROOT / "README.md", "time-to-loss") == time_to_loss.headline(results).strip()
     page = ROOT / "docs" / "lab" / "time-to-loss.md"
     for mark, made in time_to_loss.tables(results).items():
@@ -517,8 +521,9 @@ def test_pages_show_the_committed_times_to_the_same_loss():
 
 
 def test_the_readme_says_what_is_predicted_for_nodes_of_several_workers():
-    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    command, predicted = re.findall(r"`decent-dp (plan [^`]*)` predicts ([^`]*)`gossip\(\)`", text)[0]
+    command, predicted = re.findall(
+        r"`decent-dp (plan [^`]*)` predicts ([^`]*)`gossip\(\)`", " ".join(text_of("README.md").split())
+    )[0]
     done = subprocess.run(
         [sys.executable, "-m", "decent_dp", *command.split(), "--json"], capture_output=True, text=True, timeout=100
     )
@@ -528,60 +533,39 @@ def test_the_readme_says_what_is_predicted_for_nodes_of_several_workers():
     assert predicted == f"{ms['ddp']} ms per step with DDP, and {ms['one-peer-exp, node']} with "
 
 
-def test_the_page_of_results_shows_the_committed_results():
-    from examples import compare
-
-    results = json.loads((ROOT / "docs" / "results" / "digits.json").read_text(encoding="utf-8"))
-    made = (ROOT / "docs" / "results" / "digits.md").read_text(encoding="utf-8")
-    assert made == compare.make_markdown(compare.HEADINGS, map(compare.cells, results["table"]))
-    assert made.strip() in between(ROOT / "docs" / "lab" / "demo.md", "results"), "put docs/results/digits.md between the marks"
-
-
-def test_the_site_has_every_page():
-    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
-    named = re.findall(r"[:-] (\S+\.md)$", text, flags=re.MULTILINE)
-    assert sorted(named) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES[1:])
-
-
-LAB = ["8x1-60", "8x1-200", "4x2-100", "real-2", "real-8x1-200"]
-
-
-@pytest.mark.parametrize("name", LAB)
-def test_the_pages_show_the_results_of_the_lab(name):
+@pytest.mark.parametrize("name", ["8x1-60", "8x1-200", "4x2-100", "real-2", "real-8x1-200"])
+def test_the_page_of_slow_links_shows_the_committed_results(name):
     from benchmarks.report import make_markdown
 
-    folder = ROOT / "benchmarks" / "results"
-    lines = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["lines"]
-    table = (folder / f"{name}.md").read_text(encoding="utf-8")
-    assert table == make_markdown(lines)
-    assert (folder / f"{name}.png").is_file()
-    assert table in (ROOT / "docs" / "lab" / "slow-links.md").read_text(encoding="utf-8")
+    table = text_of(f"benchmarks/results/{name}.md")
+    assert table == make_markdown(json.loads(text_of(f"benchmarks/results/{name}.json"))["lines"])
+    assert table in text_of("docs/lab/slow-links.md")
 
 
-def test_the_page_shows_the_results_of_fast_links():
+def test_the_page_of_fast_links_shows_the_committed_results():
     from benchmarks import fast
 
-    folder = ROOT / "benchmarks" / "results"
-    result = json.loads((folder / "fast.json").read_text(encoding="utf-8"))
-    assert [setup["setup"] for setup in result["setups"]] == fast.SETUPS
-    assert (folder / "fast.md").read_text(encoding="utf-8") == fast.make_markdown(result)
-    assert (folder / "fast.png").is_file()
+    result = json.loads(text_of("benchmarks/results/fast.json"))
+    assert text_of("benchmarks/results/fast.md") == fast.make_markdown(result)
     page = ROOT / "docs" / "lab" / "fast.md"
     assert between(page, "passes") == fast.make_passes(result["passes"]).strip()
     assert between(page, "fast") == fast.make_table(result["setups"][0]["lines"]).strip()
 
 
-def test_the_page_shows_the_results_of_the_compressions():
-    from examples import wires
+def test_the_pages_of_the_demo_and_the_compressions_show_the_committed_results():
+    from examples import compare, wires
 
-    results = json.loads((ROOT / "docs" / "results" / "wires.json").read_text(encoding="utf-8"))
-    assert results["workers"] == 4
-    assert results["settings"]["seeds"] == [0, 1, 2]
-    lines = results["table"]
-    assert {line["job"] for line in lines} == {"digits", "characters"}
-    table = (ROOT / "docs" / "results" / "wires.md").read_text(encoding="utf-8")
-    assert table == wires.make_markdown(wires.headings(lines), map(wires.cells, lines))
-    assert table in (ROOT / "docs" / "lab" / "slow-links.md").read_text(encoding="utf-8")
+    lines = json.loads(text_of("docs/results/digits.json"))["table"]
+    assert text_of("docs/results/digits.md") == compare.make_markdown(compare.HEADINGS, map(compare.cells, lines))
+    assert text_of("docs/results/digits.md") in text_of("docs/lab/demo.md")
+    lines = json.loads(text_of("docs/results/wires.json"))["table"]
+    assert text_of("docs/results/wires.md") == wires.make_markdown(wires.headings(lines), map(wires.cells, lines))
+    assert text_of("docs/results/wires.md") in text_of("docs/lab/slow-links.md")
+
+
+def test_the_site_has_every_page():
+    named = re.findall(r"[:-] (\S+\.md)$", text_of("mkdocs.yml").partition("\nnav:\n")[2], flags=re.MULTILINE)
+    assert sorted(named) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES[1:])
 
 
 def messages() -> list[str]:
