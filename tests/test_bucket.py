@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from decent_dp._sizes import MIB
 from decent_dp.engine.layout import FlatBuffer, TensorSpec, dense_stride, plan_buckets, plan_turns
 
 CPU = torch.device("cpu")
@@ -72,14 +71,6 @@ def test_an_order_that_is_no_permutation(order):
     specs, unused = [TensorSpec.of(f"p{i}", torch.zeros(2)) for i in range(2)], cast("Any", None)
     with pytest.raises(ValueError, match="permutation"):
         plan_turns(specs, order, 100, unused)
-
-
-def test_an_empty_plan():
-    assert plan_buckets([], [], 1.0) == []
-
-
-def test_mib():
-    assert MIB == 1024 * 1024
 
 
 # -- memory formats --------------------------------------------------------------------------------------------------------

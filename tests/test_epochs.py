@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -188,67 +186,6 @@ def test_a_worker_that_is_busy_keeps_nobody_from_mixing(workers):
     for _, members, mean in found:
         assert members == (0, 1, 2)
         assert_same(mean, found[0][2])
-
-
-class Lines(logging.Handler):
-    """The lines that this worker logs from now on, at INFO and above."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[tuple[int, str]] = []
-        logging.getLogger().addHandler(self)
-        logging.getLogger("decent_dp").setLevel(logging.INFO)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append((record.levelno, record.getMessage()))
-
-
-def finds_garbage_in_the_store(rank: int, n: int, garbage: list[bytes]) -> Any:
-    """Under the number of each epoch to come; workers die one after the other, the last one first."""
-    log = Lines()
-    model, optimizer, replica = make(rank, topology="ring", faults=decent_dp.Tolerate(dead_after=1.5))
-    if rank == 0:
-        for number, value in enumerate(garbage, 1):
-            replica.world.store.set(f"epoch/{number}", value)
-    t, deadline = 0, time.monotonic() + 60
-    for epoch in range(len(garbage) + 1):
-        while replica.roster.epoch < epoch or (t < 30 and epoch == 0):
-            assert time.monotonic() < deadline, log.lines
-            time.sleep(0.02)
-            step(model, optimizer, t, rank)
-            t += 1
-        if rank == n - 1 - epoch and epoch < len(garbage):
-            os.kill(os.getpid(), signal.SIGKILL)
-    members = replica.roster.members
-    before, mixing = replica.stats().exchanges, {rank: False}
-    while not all(mixing.values()):
-        assert time.monotonic() < deadline, log.lines
-        time.sleep(0.01)
-        step(model, optimizer, t, rank)
-        t += 1
-        if replica.due(50):
-            mixing = replica.gather(replica.stats().exchanges > before + 10)
-    with replica.averaged():
-        mean = values(model)
-    replica.close()
-    return members, mean, log.lines
-
-
-def test_an_epoch_is_made_over_what_others_have_written_in_its_place(workers):
-    """Once there was no epoch then: mixing ended without a word, and each replica trained on alone."""
-    garbage = [b"\xff\xfe", b"hello", b'[["{}", [0]]]']
-    outcomes = workers.outcomes(5, finds_garbage_in_the_store, garbage, timeout=90)
-    assert [outcome.exitcode for outcome in outcomes[2:]] == [-signal.SIGKILL] * 3
-    assert [outcome.trace for outcome in outcomes[:2]] == ["", ""]
-    said: list[str] = []
-    for members, mean, lines in (outcome.value for outcome in outcomes[:2]):
-        assert members == (0, 1)
-        assert_same(mean, outcomes[0].value[1])
-        said += [line for level, line in lines if "the store has something else" in line and level == logging.WARNING]
-    # Who has proposed an epoch says so; for the first ones that may be a worker that died.
-    times = [sum(f"/epoch/{n}'" in line and "the epoch in its place" in line for line in said) for n in range(1, 4)]
-    assert max(times) == times[-1] == 1, said
-    assert all(re.search(r"/epoch/[123]'", line) for line in said), said
 
 
 def leaves(rank: int, n: int) -> Any:
@@ -765,6 +702,19 @@ def test_a_store_that_is_emptied_under_way_is_one_warning(alone, caplog):
     one.promise(0, 1)
     one.look_at_store(0.1)
     assert one.look(6).members == (0, 1, 3)
+
+
+def test_an_epoch_is_made_over_what_others_have_written_in_its_place(alone, caplog):
+    """Once there was no epoch then: mixing ended without a word, and each replica trained on alone."""
+    one = alone()
+    one.store.ask(lambda store: store.set("run/epoch/1", "hello"))
+    one.has_ended = [1, 2]
+    one.look(5, wanted=True)
+    one.look_at_store()
+    one.promise(0)
+    one.look_at_store()
+    assert one.look(6).members == (0, 3)
+    assert "something else under 'decent_dp/run/epoch/1'" in caplog.text
 
 
 def test_a_worker_on_a_lost_branch_takes_the_one_of_the_store(alone):

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import decent_dp
-from decent_dp.errors import PeerLostError
-from decent_dp.membership import joining
 from decent_dp.transport import run_replicas
 from tests.helpers import assert_same, net, values
 from tests.test_joining import end, is_connected, the_store, train
@@ -91,37 +89,6 @@ def test_some_workers_leave_and_more_come(workers, tmp_path, began, leave, come,
     assert len(list(step_folder.glob("*.safetensors"))) == size
 
 
-def is_refused(rank: int, n: int) -> Any:
-    """A run that has no place for more, seen from a process that is not its own."""
-    faults = decent_dp.Tolerate(dead_after=5.0, max_workers=2)
-    if rank == 2:
-        dist.new_group(range(2))
-        hear("come")
-        joining._FREE = 1.0
-        os.environ.pop("RANK", None)
-        found = []
-        for options in ({}, {"rank": 2}):
-            with pytest.raises((PeerLostError, ValueError)) as caught:
-                decent_dp.join(the_store(), **options)
-            found.append(str(caught.value))
-        say("end")
-        return found
-    model, optimizer, replica = make(rank, process_group=dist.new_group(range(2)), faults=faults)
-    train(model, optimizer, rank, lambda: replica.stats().rounds >= 3)
-    say("come")
-    hear("end")
-    replica.close()
-    return None
-
-
-def test_a_run_without_a_free_place_refuses(workers):
-    no_place, wrong = workers(3, is_refused)[2]
-    assert no_place.startswith("the run has 2 members, and no place for more")
-    assert "max_workers=...) above 2" in no_place
-    assert wrong.startswith("rank must be from 0 to 1, as this run can have 2 workers")
-    assert wrong.endswith("got 2")
-
-
 @pytest.mark.slow
 def test_a_rule_must_fit_the_numbers_that_deaths_leave():
     """OuterNesterov works with eight workers in base-2, and not with six or seven."""
@@ -144,11 +111,6 @@ def needs_a_name(rank: int, n: int) -> Any:
 
 def test_a_topology_object_does_not_grow(workers):
     workers(2, needs_a_name)
-
-
-def test_the_number_is_checked():
-    with pytest.raises(ValueError, match="max_workers must be a whole number of workers, at least 1, got 0"):
-        decent_dp.Tolerate(max_workers=0)
 
 
 def counts_replicas(rank: int, n: int) -> Any:

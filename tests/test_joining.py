@@ -660,8 +660,11 @@ def test_what_join_is_given_is_checked(monkeypatch):
             decent_dp.join(f"127.0.0.1:{unused.getsockname()[1]}")
     monkeypatch.setattr(joining, "_FREE", 0.2)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with pytest.raises(PeerLostError, match=r"^no run is registered at this store"):
-        decent_dp.join(f"127.0.0.1:{store.port}")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    for address in (None, f"127.0.0.1:{store.port}"):
+        with pytest.raises(PeerLostError, match=r"^no run is registered at this store"):
+            decent_dp.join(address)
     store.set("decent_dp/runs", json.dumps([["0" * 32, "exp"]]))
     run = {
         "token": "00",
@@ -675,6 +678,11 @@ def test_what_join_is_given_is_checked(monkeypatch):
     store.set(f"decent_dp/{'0' * 32}/run", json.dumps(run))
     signature = {"settings": {"workers of each replica": [[0], [1], [2], [3]]}}
     store.set(f"decent_dp/{'0' * 32}/signature", json.dumps(signature))
+    store.set(f"decent_dp/{'0' * 32}/run", json.dumps({**run, "places": 4}))
+    no_place = r"^the run has 4 members, and no place for more.*max_workers=\.\.\.\) above 4"
+    with pytest.raises(PeerLostError, match=no_place):
+        decent_dp.join(f"127.0.0.1:{store.port}")
+    store.set(f"decent_dp/{'0' * 32}/run", json.dumps(run))
     for rank in (5, -1, "x"):
         with pytest.raises(ValueError, match="rank must be from 0 to 4, as this run can have 5 workers"):
             decent_dp.join(f"127.0.0.1:{store.port}", rank=rank)  # type: ignore[arg-type]
@@ -775,16 +783,6 @@ def is_collected(rank: int, n: int) -> bool:
 def test_a_wrapper_that_nobody_uses_is_collected(workers):
     """The transport's thread, which lets processes in, does not keep it."""
     assert workers(2, is_collected) == [True, True]
-
-
-def test_the_environment_names_the_store_and_the_rank(monkeypatch):
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setattr(joining, "_FREE", 0.2)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(store.port))
-    with pytest.raises(PeerLostError, match="no run is registered"):
-        decent_dp.join()
 
 
 def test_shards_of_a_save_after_a_process_has_joined_are_named_alike(tmp_path: Path):

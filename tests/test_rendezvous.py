@@ -27,7 +27,6 @@ from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses, peer_errors, rendezvous
-from decent_dp.transport.interface import DeferredHandle
 from decent_dp.transport.peer_errors import Notes, UnreachableError, peer_error
 from decent_dp.transport.rendezvous import Rendezvous, RunRecord
 from decent_dp.transport.sockets import Sockets
@@ -153,15 +152,6 @@ def test_the_waiter_keeps_order_and_survives_errors():
     waiter.close()
     thread.join(5)
     assert not thread.is_alive()
-
-
-def test_exchange_ids_and_handles():
-    assert str(ExchangeId(3, 1)) == "round 3, bucket 1"
-    calls = []
-    handle = DeferredHandle(lambda: calls.append(1), 12)
-    assert (handle.bytes_sent, calls) == (12, [])
-    handle.wait()
-    assert calls == [1]
 
 
 class BrokenStore:

@@ -34,29 +34,8 @@ def contract(transport: Transport, other: Transport) -> tuple[str, str]:
     assert [read_text(store, f"text/{r}") for r in range(n)] == [f"größer\n{r}" for r in range(n)]
     assert read_text(store, "empty") == ""
     assert store.compare_set("once", "", f"{rank}") == store.get("once")  # one value for all, of the first worker
+    assert sorted(transport.control.gather(store.add("arrivals", 1))) == list(range(1, n + 1))
     assert read_text(other.store, f"text/{rank}") is None  # of another wrapper
-    transport.control.gather(None)
-    store.set(f"text/{rank}", "new")
-    assert read_text(store, f"text/{rank}") == "new"
-
-    counted: list[int] = []
-    lock = threading.Lock()
-
-    def count() -> None:
-        for _ in range(20):
-            found = store.add("arrivals", 1)
-            with lock:
-                counted.append(found)
-
-    threads = [threading.Thread(target=count) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    every = sorted(number for part in transport.control.gather(counted) for number in part)
-    assert every == list(range(1, 60 * n + 1))
-
-    assert transport.timeout > 0
     transport.control.gather(None)  # no worker exits before all have read
     return transport.run_id, other.run_id
 

@@ -218,58 +218,45 @@ def dying(make, monkeypatch) -> Callable[[int, int], Company]:
 
 
 @pytest.mark.parametrize(("victim", "blocks"), DEATHS)
-def test_a_death_in_a_mean(dying, victim, blocks):
+@pytest.mark.parametrize("what", ["mean", "gather_tensors"])
+def test_a_death_in_a_collective(dying, what, victim, blocks):
     """As root, inside the tree and as a leaf."""
     company, size = dying(victim, blocks), 400_000
 
     def work(rank: int, control: Collectives) -> Any:
-        tensor = values(rank, size)
-        control.mean(tensor).wait()
-        return tensor, control.ranks, control.gather(rank)
+        if what == "mean":
+            found = values(rank, size)
+            control.mean(found).wait()
+        else:
+            found = control.gather_tensors([values(rank, 150_000 + rank), torch.tensor(rank)])
+        return found, control.ranks, control.gather(rank)
 
     began = time.monotonic()
     results = company.run(work)
     assert time.monotonic() - began < DEAD_AFTER + SOON
     living = [rank for rank in range(5) if rank != victim]
     assert isinstance(results.pop(victim), (KilledError, RuntimeError))
-    for tensor, ranks, gathered in results.values():
-        torch.testing.assert_close(tensor, mean_of(living, size), rtol=1e-14, atol=1e-14)
-        assert list(ranks) == gathered == living
-
-
-@pytest.mark.parametrize(("victim", "blocks"), DEATHS)
-def test_a_death_in_a_gather_of_tensors(dying, victim, blocks):
-    company = dying(victim, blocks)
-
-    def work(rank: int, control: Collectives) -> Any:
-        return control.gather_tensors([values(rank, 150_000 + rank), torch.tensor(rank)]), control.ranks
-
-    results = company.run(work)
-    living = [rank for rank in range(5) if rank != victim]
-    assert isinstance(results.pop(victim), (KilledError, RuntimeError))
     assert sorted(results) == living
-    for found, ranks in results.values():
-        assert list(ranks) == [int(number) for _, number in found] == living
+    for found, ranks, gathered in results.values():
+        assert list(ranks) == gathered == living
+        if what == "mean":
+            torch.testing.assert_close(found, mean_of(living, size), rtol=1e-14, atol=1e-14)
+            continue
+        assert [int(number) for _, number in found] == living
         for rank, (tensor, _) in zip(living, found, strict=True):
             assert tensor.equal(values(rank, 150_000 + rank))
 
 
-def test_a_death_before_a_collective(make):
-    company = make(4, ring(4))
+@pytest.mark.parametrize("dead", [[0], [1, 3]])
+def test_deaths_before_a_collective(make, dead):
+    """Of the first worker, and of all neighbours of another one."""
+    company, living = make(5, ring(5)), [rank for rank in range(5) if rank not in dead]
     company.run(lambda rank, control: control.gather(rank))
-    company.kill(0)
+    for rank in dead:
+        company.kill(rank)
     began = time.monotonic()
-    results = company.run(lambda rank, control: control.gather(rank), [1, 2, 3])
-    assert results == {rank: [1, 2, 3] for rank in (1, 2, 3)}
+    assert company.run(lambda rank, control: control.gather(rank), living) == dict.fromkeys(living, living)
     assert time.monotonic() - began < SOON
-
-
-def test_a_worker_whose_neighbours_have_died_takes_part(make):
-    company = make(5, ring(5))
-    company.run(lambda rank, control: control.gather(rank))
-    company.kill(1)
-    company.kill(3)
-    assert company.run(lambda rank, control: control.gather(rank), [0, 2, 4]) == {rank: [0, 2, 4] for rank in (0, 2, 4)}
 
 
 @pytest.mark.slow

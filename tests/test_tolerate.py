@@ -68,6 +68,7 @@ def error_of(call: Callable[[], Any]) -> str:
         ({"dead_after": 0.1}, ValueError, "dead_after must be a number of seconds, at least 0.5, got 0.1"),
         ({"dead_after": "10"}, TypeError, "dead_after must be a number of seconds"),
         ({"min_workers": 0}, ValueError, "min_workers must be a whole number of workers, at least 1, got 0"),
+        ({"max_workers": 0}, ValueError, "max_workers must be a whole number of workers, at least 1, got 0"),
         ({"partition": "folow"}, ValueError, "did you mean 'follow'"),
         ({"orphan_for": -1}, ValueError, "orphan_for must be"),
     ],
