@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -107,48 +105,3 @@ def test_ctrl_c_is_quiet() -> None:
         finally:
             process.kill()
     assert (process.returncode, out, err) == (130, "", "")
-
-
-def test_ctrl_c_that_a_library_makes_another_error_of(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    from decent_dp.tools.cli import app, main
-
-    def interrupted(*_: Any, **__: Any) -> None:
-        try:
-            signal.raise_signal(signal.SIGINT)
-        except KeyboardInterrupt:
-            raise RuntimeError("the library was disturbed") from None
-
-    monkeypatch.setattr(app.typer.main, "get_command", lambda _: type("Command", (), {"main": staticmethod(interrupted)}))
-    # Where the tests run in the background of a shell, they ignore the signal.
-    found = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        assert main(["topology", "list"]) == 130
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, found)
-    assert capfd.readouterr() == ("", "")
-
-
-def on_a_terminal(*words: str, **environ: str) -> str:
-    """The output of a terminal on both streams."""
-    terminal, theirs = os.openpty()
-    environment = {**CLEAN, "TERM": "xterm-256color", **environ}
-    process = subprocess.Popen([COMMAND, *words], stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
-    os.close(theirs)
-    text = b""
-    with contextlib.suppress(OSError):  # how Linux says that nobody is left at the other end
-        while part := os.read(terminal, 65536):
-            text += part
-    os.close(terminal)
-    assert process.wait(30) == 0
-    return text.decode()
-
-
-@pytest.mark.slow
-def test_colours_and_no_colours() -> None:
-    plan = ["plan", "--params", "1e6", "--step-ms", "60", "-n", "2", "--inter", "1gbit", "--top", "1"]
-    colour = re.compile(r"\x1b\[(?:\d+;)*(?:3|4|9)\d(?:;\d+)*m")
-    seen, plain = on_a_terminal(*plan), on_a_terminal(*plan, NO_COLOR="1")
-    assert "predicting every contender" in seen
-    assert colour.search(seen)
-    assert not colour.search(plain)

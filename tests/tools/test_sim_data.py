@@ -8,7 +8,6 @@ import sys
 import time
 from dataclasses import asdict
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -303,35 +302,6 @@ def test_more_workers_than_samples_are_refused():
 
 
 # -- size ------------------------------------------------------------------------------------------------------------------
-
-
-def by_products_alone(n: int, steps: int, widths: list[int]) -> float:
-    """Seconds of processor time of the same network, batches and optimizer, written down as batched products of matrices."""
-    params = [nn.Parameter(torch.randn(n, a, b) / a**0.5) for a, b in pairwise(widths)]
-    optimizer = torch.optim.AdamW(params, fused=True)
-    x, y = torch.randn(n, 32, widths[0]), torch.randint(0, widths[-1], (n * 32,))
-    began = time.process_time()
-    for _ in range(steps):
-        z = x
-        for param in params[:-1]:
-            z = torch.bmm(z, param).relu()
-        nn.functional.cross_entropy(torch.bmm(z, params[-1]).flatten(0, 1), y).mul(n).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return time.process_time() - began
-
-
-@pytest.mark.slow
-def test_the_cost_of_simulating():
-    """256 replicas, 500 steps in two minutes: against the products of matrices that cannot be done without, as processors and
-    what else runs on them differ."""
-    by_products_alone(256, 2, [64, 128, 64, 10])
-    least = by_products_alone(256, 8, [64, 128, 64, 10])
-    run(Simulation(n=256, steps=1))
-    began = time.process_time()
-    run(Simulation(n=256, steps=8))
-    # About twice as much. Ten times slower, as it is replica by replica, is refused.
-    assert time.process_time() - began < 8 * least
 
 
 def test_a_run_of_a_small_model_takes_one_thread(monkeypatch):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -83,24 +81,6 @@ def run(argv: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that knows no '·'
-    # Some libraries turn a Ctrl-C into another error, or ignore it, so it is recorded.
-    interrupts: list[int] = []
-
-    def record(signum: int, frame: Any) -> None:
-        interrupts.append(signum)
-        signal.default_int_handler(signum, frame)
-
-    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else ignored (nohup), or the caller's
-    if not usual or threading.current_thread() is not threading.main_thread():
-        return _run(argv, interrupts)
-    signal.signal(signal.SIGINT, record)
-    try:
-        return _run(argv, interrupts)
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _run(argv: Sequence[str], interrupts: Sequence[int]) -> int:
     command: Any = typer.main.get_command(app)
     try:
         code = command.main(args=list(argv), prog_name="decent-dp", standalone_mode=False)
@@ -120,7 +100,7 @@ def _run(argv: Sequence[str], interrupts: Sequence[int]) -> int:
     except (NotImplementedError, RecursionError):
         raise  # RuntimeErrors that are faults of the program, which need their traceback
     except (RuntimeError, ImportError, OSError) as error:
-        return 130 if interrupts else _fail(str(error) or type(error).__name__, 1)
+        return _fail(str(error) or type(error).__name__, 1)
 
 
 def _fail(message: str, code: int) -> int:
