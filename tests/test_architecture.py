@@ -301,7 +301,7 @@ LINES = {
     "backward": (755, 526),  # with _gossip and ddp 1,600
     "checkpoint": (2450, 1900),
     "launch": (932, 500),
-    "logging": (682, 350),
+    "logging": (667, 350),
     "integrations": (1834, 1200),
     "tools": (6325, 4500),
 }

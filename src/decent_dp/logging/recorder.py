@@ -104,8 +104,9 @@ class Recorder:
         self._every, self._distance = every, distance
         self._run = _Curves(path)
         self._own = _Curves(path / f"worker{rank}") if each_worker else None
-        self._sum: Tensor | None = None
-        self._loss, self._losses = 0.0, 0
+        # The sum of the losses on each device, and of those that are numbers; and how many there are.
+        self._sums: dict[torch.device | None, Any] = {}
+        self._losses = 0
         self._round: int | None = None
         self._counted = self._count()
         # Since the last point of all workers. Inside join there are points of this worker alone.
@@ -174,41 +175,25 @@ class Recorder:
                 raise ValueError(
                     f"log takes the loss of a step, one real number, got {loss.dtype} of shape {tuple(loss.shape)}"
                 )
-            if self._sum is None or self._sum.device != loss.device:
-                self._drain()
-                self._sum = torch.zeros((), dtype=torch.float32, device=loss.device)
-            # Not in place: log may be called in inference_mode, and the next time outside.
-            self._sum = self._sum + loss.reshape(())
-        else:
-            number = to_float(loss)
-            if number is None:
-                raise TypeError(f"log takes the loss of a step, a tensor or a number, got {loss!r}")
-            self._loss += number
+            value: Any = loss.reshape(()).to(torch.promote_types(loss.dtype, torch.float32))
+        elif (value := to_float(loss)) is None:
+            raise TypeError(f"log takes the loss of a step, a tensor or a number, got {loss!r}")
+        device = loss.device if isinstance(loss, Tensor) else None
+        # Not in place: log may be called in inference_mode, and the next time outside.
+        self._sums[device] = self._sums.get(device, 0.0) + value
         self._losses += 1
 
-    def _drain(self) -> None:
-        if self._sum is not None:
-            self._loss += self._sum.item()
-            self._sum = None
-
     def _count(self) -> tuple[float, ...]:
-        stats = self._replica.stats()
-        return (
-            self._replica.cadence.made,
-            time.perf_counter(),
-            stats.bytes_sent,
-            stats.waited_s,
-            stats.rejected,
-            stats.nonfinite,
-        )
+        stats, made = self._replica.stats(), self._replica.cadence.made
+        return made, time.perf_counter(), stats.bytes_sent, stats.waited_s, stats.rejected, stats.nonfinite
 
     def _take_window(self) -> _Interval:
         """What has come since the last call."""
-        self._drain()
         before, self._counted = self._counted, self._count()
-        window = _Interval(self._loss, self._losses, *(b - a for a, b in zip(before, self._counted, strict=True)))
+        total = sum(map(float, self._sums.values()))
+        window = _Interval(total, self._losses, *(b - a for a, b in zip(before, self._counted, strict=True)))
         # Begun anew, and not subtracted: a NaN would stay.
-        self._loss, self._losses = 0.0, 0
+        self._sums, self._losses = {}, 0
         return window
 
     def _write_local(self) -> None:
