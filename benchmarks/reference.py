@@ -66,16 +66,15 @@ PARTS: list[tuple[str, list[Any]]] = [
     ("The wrapper", [decent_dp.DecentralizedDataParallel]),
     ("The simulator", [sim.VirtualCluster]),
 ]
-# What the wrapper and the simulator share with gossip() is described there, unless its default is another one.
+# What these share with gossip() is described there: methods, and arguments unless their default is another one.
 SHARE = (decent_dp.DecentralizedDataParallel, sim.VirtualCluster)
 # The methods of these classes that users call; of others all, but for those of NO_METHODS, which this library calls.
 METHODS: dict[type, str] = {
     sim.VirtualCluster: "step kill revive cut heal alive consensus_distance mean_model replica_model",
     decent_dp.Gossip: "averaged average_ consensus_distance gather due roster on_roster stats no_sync join flush state_dict "
     "load_state_dict close",
-    decent_dp.DecentralizedDataParallel: "state_dict load_state_dict zero_grad set_accumulate_grad no_sync update join "
-    "set_adaptive_factor averaged global_avg revert_global_avg consensus_distance gather due roster on_roster optimizers "
-    "lr_schedulers get_lr optim_state_dict load_optim_state_dict stats close",
+    decent_dp.DecentralizedDataParallel: "state_dict load_state_dict zero_grad set_accumulate_grad no_sync update "
+    "set_adaptive_factor global_avg revert_global_avg optimizers lr_schedulers get_lr optim_state_dict load_optim_state_dict",
 }
 NO_METHODS = (decent_dp.Rule, decent_dp.GossipAdamW, decent_dp.AccumAdamW, decent_dp.Tolerate, Roster)
 
@@ -142,7 +141,7 @@ def methods(item: type) -> list[str]:
 def described(item: Any) -> str:
     lines = [f"### {item.__name__}\n", plain(sections(item)[""].partition("\n\n")[0])]
     if item in SHARE:
-        lines[-1] += " Arguments that are not in the table are those of `gossip`."
+        lines[-1] += " What is not in the tables is as with `gossip`."
     if rows := arguments(item):
         lines += ["", f"| {'argument' if 'Args' in sections(item) else 'field'} | default | meaning |", "|---|---|---|", *rows]
     if inspect.isclass(item) and not issubclass(item, NO_METHODS) and (rows := methods(item)):
