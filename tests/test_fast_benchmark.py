@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -46,16 +44,3 @@ def test_tables_show_what_was_measured() -> None:
         "| contender | ms | vs gloo pair | mix |\n| --- | ---: | ---: | ---: |\n"
         "| gloo pair | 80 | 1.00 |  |\n| pair int8 | 120 |  | 0.33 |\n"
     )
-
-
-def test_the_plot_has_a_panel_for_each_number_of_nodes(tmp_path: Path) -> None:
-    def of(name: str, **contenders: float) -> dict[str, Any]:
-        lines = [{"contender": key.replace("_", " "), "mb_per_s": value} for key, value in contenders.items()]
-        return {"setup": name, "lines": lines}
-
-    found = [of("2x1", gloo_pair=900.0, pair_int8=700.0), of("2x1-1000", gloo_pair=60.0, pair_int8=400.0)]
-    figure = fast.draw({"setups": [*found, of("4x1", gloo_pair=800.0, pair_int8=600.0)]}, tmp_path / "fast.png")
-    assert (tmp_path / "fast.png").stat().st_size > 0
-    two, four = ({line.get_label(): list(line.get_ydata()) for line in axes.lines} for axes in figure.axes)
-    assert (two["gloo pair"], two["pair int8"], four["pair int8"]) == ([60, 900], [400, 700], [600])
-    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["1 Gbit/s", "no limit"]

@@ -34,7 +34,6 @@ from decent_dp.transport.peer_link import Channel
 from decent_dp.transport.polling import Polling
 from decent_dp.transport.sockets import _OPEN, Curve, Event, Sockets, _inode_of
 from decent_dp.transport.wire import Reader
-from tests.helpers import error_of
 from tests.wires import SECONDS, SECRET, Net, Unwired, content, make_doorman, receive, send, wait_for
 
 # -- sockets -----------------------------------------------------------------------------------------------------------------
@@ -240,20 +239,6 @@ def test_ipv6():
         addresses.probe({"node": "far", "host": "::1", "port": port}, "here", 5.0).close()
     finally:
         sockets.close_all()
-
-
-def has_old_pyzmq(rank: int, n: int) -> list[str]:
-    if rank == 1:
-        zmq.pyzmq_version_info = lambda: (25, 1, 0)  # type: ignore[assignment]
-    return [error_of(ProcessGroupTransport), error_of(lambda: Sockets(1.0, b"").close_all())]
-
-
-def test_pyzmq_that_is_too_old_is_one_error_on_all_workers(workers):
-    said = "decent_dp needs pyzmq 26.4 or newer"
-    found = workers(2, has_old_pyzmq)
-    assert all(error.startswith(f"ValueError: worker 1: {said}") for error, _ in found)
-    assert not found[0][1]
-    assert found[1][1].startswith(f"ImportError: {said}"), "a process that joins meets no others before"
 
 
 def test_malformed_connections_stop_nobody():
