@@ -307,8 +307,8 @@ BREAKAGES = [
     Breakage(
         "peers are asked for by the numbers of replicas",
         "transport/peers.py",
-        "return self._table.usable(_renumbered(edge, self._ranks), exchange_id)",
-        "return self._table.usable(edge, exchange_id)",
+        "return self._transport.table.usable(self._in_all(edge), exchange_id)",
+        "return self._transport.table.usable(edge, exchange_id)",
     ),
     Breakage(
         "a node's gradients are summed",

@@ -294,7 +294,7 @@ LINES = {
     "rules": (489, 600),
     "compression": (2221, 1800),
     "optim": (1798, 1700),
-    "transport": (8789, 3200),
+    "transport": (8732, 3200),
     "engine": (993, 1000),
     "membership": (1731, 1100),
     "replica": (5695, 2500),

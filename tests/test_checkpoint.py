@@ -393,7 +393,7 @@ def full_disk(rank: int, n: int, path: str) -> Any:
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     later = save(model, path, {"at": 3})
-    model.replica.peers.control.gather(None)  # one worker writes `latest`, and removes older checkpoints
+    model.replica.world.control.gather(None)  # one worker writes `latest`, and removes older checkpoints
     names = sorted(os.listdir(path))
     extra = load(model, path)
     model.close()
@@ -438,7 +438,7 @@ def separate(transport: Transport, path: Path) -> Any:
     for t in range(4):
         loss(model, t, rank).backward()
         save(model, own, {"t": t}, keep=2)
-    model.replica.peers.control.gather(None)  # who completes a folder also removes what is too old there
+    model.replica.world.control.gather(None)  # who completes a folder also removes what is too old there
     found = [sorted(os.listdir(own)), sorted(os.listdir(str(latest(own))))]
     before = values(model.module)
     loss(model, 4, rank).backward()
@@ -447,12 +447,12 @@ def separate(transport: Transport, path: Path) -> Any:
     # A disk on which the newest is broken: all are told.
     if rank == 2:
         (newest / "worker-0002.safetensors").write_text("{")
-    model.replica.peers.control.gather(None)
+    model.replica.world.control.gather(None)
     found.append(error_of(lambda: load(model, own)))
     # A disk that has lost the newest: all go on from the one before.
     if rank == 2:
         shutil.rmtree(newest)
-    model.replica.peers.control.gather(None)
+    model.replica.world.control.gather(None)
     assert load(model, own) == {"t": 2}
     loss(model, 3, rank).backward()
     settle(model.replica)
@@ -460,7 +460,7 @@ def separate(transport: Transport, path: Path) -> Any:
     found.append(error_of(lambda: load(model, own, resize="mean")))
     if rank == 2:
         shutil.rmtree(own)
-    model.replica.peers.control.gather(None)
+    model.replica.world.control.gather(None)
     found.append(error_of(lambda: load(model, own)))
     found.append(error_of(lambda: load(model, own, missing_ok=True)))
     model.close()

@@ -89,18 +89,18 @@ def broken(rank: int, n: int, path: str) -> Any:
     assert newest is not None
     found = {}
     for name, (harm, _, _) in harms(newest).items():
-        model.replica.peers.control.gather(None)
+        model.replica.world.control.gather(None)
         with contextlib.ExitStack() as undone:
             if rank == 0:
                 undone.enter_context(as_it_was(root))
                 harm()
-            model.replica.peers.control.gather(None)
+            model.replica.world.control.gather(None)
             before, draws = values(model.module), (random.getstate(), torch.get_rng_state())
             found[name] = error_of(lambda: load(model, root))
             assert all(torch.equal(before[k], v) for k, v in values(model.module).items()), name
             assert random.getstate() == draws[0]
             assert torch.equal(torch.get_rng_state(), draws[1])
-            model.replica.peers.control.gather(None)
+            model.replica.world.control.gather(None)
     # After all of that, the exchange under way is still the one that it was.
     run(model, "int8", rank, AT + 2, STEPS)
     found["after"] = state(model)

@@ -32,7 +32,7 @@ from decent_dp.replica.replica import Listener
 from decent_dp.rules import Gossip, OuterNesterov, Round, Rule
 from decent_dp.topo import CompleteTopology, Edge, EveryTopology, RingTopology, SwitchTopology, Topology, make_topology
 from decent_dp.topo.schedule import turn_of
-from decent_dp.transport import ExchangeId, InProcessTransport, PeerTable, run_replicas
+from decent_dp.transport import ExchangeId, InProcessTransport, Peers, run_replicas
 from tests.helpers import SGD, assert_same, loss, net, values
 
 MANY = 2e-4  # MiB: buckets of a small model's single tensors
@@ -40,7 +40,8 @@ MANY = 2e-4  # MiB: buckets of a small model's single tensors
 
 def engine_of(transport: Any, topology: Topology, tensors: list[Any], rule: Rule | None = None, as_view: bool = False) -> Any:
     """An engine with ``tensors`` in buckets, one for each dtype."""
-    engine = Engine(transport, topology, rule or Gossip(), COMPRESSIONS[None], PeerTable())
+    peers = Peers(transport, range(transport.world_size), transport.world_size)
+    engine = Engine(peers, topology, rule or Gossip(), COMPRESSIONS[None])
     specs = [TensorSpec.of(f"tensor {i}", tensor) for i, tensor in enumerate(tensors)]
     engine.install(engine.lay_out(specs, tensors, range(len(specs)), 2**20, as_view=as_view))
     return engine
@@ -168,9 +169,9 @@ def test_a_million_rounds_are_left_out_at_once():
     topology = make_topology("base-2", local_world_size=1, world_size=4, rank=0)
     buckets = [SimpleNamespace(topology=topology, number=number) for number in range(50)]
     left_out: dict[int, int] = {}
-    neighbours = SimpleNamespace(skip=lambda edge, exchange_id: left_out.__setitem__(exchange_id.bucket, exchange_id.round))
+    skip = lambda edge, exchange_id: left_out.__setitem__(exchange_id.bucket, exchange_id.round)  # noqa: E731
+    neighbours = SimpleNamespace(skip=skip, rank=0)
     engine: Any = SimpleNamespace(round=10, counts=Counts(), buckets=buckets, _peers=neighbours)
-    engine._transport = SimpleNamespace(rank=0)
     began = time.monotonic()
     go_to(engine, 1_000_010)
     assert time.monotonic() - began < 5

@@ -189,7 +189,7 @@ def collected_in_the_links_thread(rank: int, n: int) -> tuple[bool, list[str]]:
     model = DecentralizedDataParallel(net(), SGD, topology="ring")
     for t in range(3):
         loss(model, t, rank).backward()
-    links, owner = model.replica.peers._wire, threading.current_thread()  # type: ignore[attr-defined]
+    links, owner = model.replica.world._wire, threading.current_thread()  # type: ignore[attr-defined]
     ended: list[str] = []
     epochs: Any = SimpleNamespace(close=lambda: ended.append("epochs"))
 

@@ -346,7 +346,7 @@ def test_replicas_are_whole_disjoint_and_of_one_size():
 
 
 def test_peers_have_the_ranks_of_the_whole():
-    whole, faults, exchange = Mock(rank=5, run_id="run", timeout=1.0), Mock(), Mock()
+    whole, exchange = Mock(rank=5), Mock()
     peers = Peers(whole, [1, 3, 5], 3)
     assert (peers.rank, peers.world_size, peers.rank_in_all(2)) == (2, 3, 5)
     here, there = Edge([0, 2], 0.5), Edge([1, 5], 0.5)
@@ -354,15 +354,13 @@ def test_peers_have_the_ranks_of_the_whole():
     whole.prepare.assert_called_once_with([there])
     peers.start(here, "request")
     whole.start.assert_called_once_with(there, "request")
-    neighbours = peers.tolerate(faults)
-    assert neighbours is whole.tolerate.return_value
-    neighbours.living.return_value = [0, 3, 4, 5]
-    assert peers.table.living() == [1, 2]
+    whole.table.living.return_value = [0, 3, 4, 5]
+    assert peers.living() == [1, 2]
     for verb, own, theirs in (
         ("usable", (here, exchange), (there, exchange)),
         ("skip", (here, exchange), (there, exchange)),
         ("round_of", (1,), (3,)),
         ("has_dropped", ([0, 1], exchange), ([1, 3], exchange)),
     ):
-        getattr(peers.table, verb)(*own)
-        getattr(neighbours, verb).assert_called_once_with(*theirs)
+        getattr(peers, verb)(*own)
+        getattr(whole.table, verb).assert_called_once_with(*theirs)

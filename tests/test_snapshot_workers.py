@@ -96,7 +96,7 @@ def without_a_call(rank: int, n: int) -> int:
     model = DecentralizedDataParallel(Bag(0), partial(torch.optim.SGD, lr=0.1), topology="complete")
     step_drawn(model, 0, rank)
     step_drawn(model, 1, rank)
-    control = model.replica.peers.control
+    control = model.replica.world.control
     if rank:
         control.gather(None)  # stays behind until worker 0 has its snapshot
     snapshot = take(model.replica)

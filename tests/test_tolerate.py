@@ -631,7 +631,7 @@ def test_a_call_of_workers_in_different_rounds_finishes_what_is_in_flight(monkey
 
 def sees_a_kill(rank: int, n: int, path: Path) -> float | None:
     model, optimizer, replica = make(rank)
-    links = replica.peers._wire.links.by_rank
+    links = replica.world._wire.links.by_rank
     for t in range(5):
         step(model, optimizer, t, rank)
     replica.flush()

@@ -654,7 +654,7 @@ def test_after_a_failure_the_replica_can_be_saved(workers, windows):
 def alone_in_a_collective(rank: int, n: int) -> Any:
     model = DecentralizedDataParallel(net(), SGD, topology="ring")
     loss(model, 0, rank).backward()
-    model.replica.peers.control.gather(None)
+    model.replica.world.control.gather(None)
     if rank == 0:  # a habit of DDP's scripts
         shorten(model.replica.peers, 1.5)
         with (

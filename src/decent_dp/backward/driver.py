@@ -391,10 +391,10 @@ class BackwardReplica(Replica):
             named = [(slot.spec.name, params[slot.index]) for slot in bucket.buffer.plan.slots]
             optimizer = make_optimizer(self._optim_fn, named)
             tell_replicas([optimizer], self.peers.world_size)
-            units.append(Unit(bucket, optimizer, make_scheduler(self._lr_scheduler_fn, optimizer), self.peers))
-        if any(unit.edit is not None for unit in units):
+            units.append(Unit(bucket, optimizer, make_scheduler(self._lr_scheduler_fn, optimizer), self.world))
+        if self.replicas.shards == 1 and any(unit.edit is not None for unit in units):
             rounds = range(min(self.topology.period or 0, _MOST_ROUNDS))
-            self.peers.make_groups(edge for t in rounds for edge in self.topology.round(t))
+            self.world.make_groups(edge for t in rounds for edge in self.topology.round(t))
         optimizers = [unit.optimizer for unit in units]
         load(optimizers, [unit.scheduler for unit in units])
         if rule_for(engine.rule, optimizers) is not engine.rule:

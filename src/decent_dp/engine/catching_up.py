@@ -25,7 +25,7 @@ def go_to(engine: Engine, target: int) -> None:
         for bucket in engine.buckets:
             if schedule.turn_of(bucket.topology, round_).mixes:
                 edge = bucket.topology.get_edge(round_)
-                for other in set(edge.ranks) - {engine._transport.rank}:
+                for other in set(edge.ranks) - {engine._peers.rank}:
                     engine.counts.holes += 1
                     missed[other, bucket.number] = edge, ExchangeId(round_, bucket.number)
     if first > engine.round:
@@ -50,7 +50,7 @@ def round_of_others(engine: Engine) -> int:
         passed = round_
         for bucket in engine.buckets:
             if schedule.turn_of(bucket.topology, round_).mixes:
-                others = [rank for rank in bucket.topology.get_edge(round_).ranks if rank != engine._transport.rank]
+                others = [rank for rank in bucket.topology.get_edge(round_).ranks if rank != engine._peers.rank]
                 theirs = max(map(peers.round_of, others), default=-1)
                 # As long as the exchange has time to arrive, the other worker can be ahead; later it waits for this one.
                 if theirs > round_ + schedule.turn_of(bucket.topology, round_).updates:

@@ -23,7 +23,7 @@ from decent_dp.engine.outcome import ARRIVED, SAT_OUT, NonFinite, Outcome
 from decent_dp.errors import PeerError
 from decent_dp.rules import Gossip, MomentumTracking, Round, Rule
 from decent_dp.topo import Edge, Topology, schedule
-from decent_dp.transport import ExchangeId, ExchangeRequest, PeerTable, Transport, Verdict
+from decent_dp.transport import ExchangeId, ExchangeRequest, Peers, Verdict
 
 __all__ = ["Engine", "fit_rule"]
 
@@ -58,10 +58,10 @@ class Engine:
     """Exchanges the tensors of buckets, round by round.
 
     Args:
+        peers: the other workers, with which exchanges are made.
         topology: the groups that mix in each round.
         rule: makes proposals, and applies received ones.
         compression: the encoding of messages.
-        peers: which of the other workers exchanges are made with.
 
     Attributes:
         buckets: the present ones, in the order of their exchanges. ``first_bucket``: the number of the first one, the same on
@@ -74,15 +74,8 @@ class Engine:
         started: the last round in which these buckets have started an exchange or sat out; None before the first.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        topology: Topology,
-        rule: Rule,
-        compression: type[Compression],
-        peers: PeerTable,
-    ) -> None:
-        self._transport, self._peers, self.topology = transport, peers, topology
+    def __init__(self, peers: Peers, topology: Topology, rule: Rule, compression: type[Compression]) -> None:
+        self._peers, self.topology = peers, topology
         self.rule, self._compression = rule, compression
         self.buckets: list[Bucket] = []
         self.round, self.factor = 0, 1.0
@@ -134,7 +127,7 @@ class Engine:
         self._nonfinite.clear()  # ids may be used again
         self.first_bucket += len(self.buckets)
         self.buckets, self.started = buckets, None
-        self._transport.begin(self.first_bucket)
+        self._peers.begin(self.first_bucket)
 
     # -- a round ------------------------------------------------------------------------------------------------------
 
@@ -178,11 +171,11 @@ class Engine:
         self.counts.exchanges += 1
         flags = handle.flags or tuple(map(flag_of, bucket.messages))
         ranks = {flag - 1 for flag in flags if flag}
-        if self._transport.rank in ranks:
+        if self._peers.rank in ranks:
             self.nonfinite_in = in_flight.round.number
         message = bucket.messages[0 if flags[0] else 1]
         # Between two exchanges of a turn are those of others, which would end a sequence of rounds left out.
-        record = self._nonfinite.setdefault(id(bucket.topology), NonFinite(self._transport.rank_in_all))
+        record = self._nonfinite.setdefault(id(bucket.topology), NonFinite(self._peers.rank_in_all))
         unmixable = record.record(in_flight, ranks, bucket, message)
         if unmixable is not None:
             bucket.mix_nothing(in_flight.round)
@@ -225,7 +218,7 @@ class Engine:
         if len(edge.ranks) > 1 and not self._peers.usable(edge, exchange_id):  # the other worker is gone or silent
             self._peers.skip(edge, exchange_id)
             self.counts.holes += 1
-            edge = Edge([self._transport.rank], 1.0)
+            edge = Edge([self._peers.rank], 1.0)
         proposal = bucket.propose(round_)
         hint = bucket.compression.hint(proposal) if bucket.compression.needs_hints else b""
         # The proposal may be the replica itself, which moves on until an edit sees what was sent, as numbers modulo 256.
@@ -236,11 +229,11 @@ class Engine:
             self._refuse_groups(bucket, round_.number)
         if len(edge.ranks) > 1:
             meeting = schedule.meetings(bucket.topology, round_.number, edge.ranks)
-            bucket.compression.begin(tuple(sorted(edge.ranks)), self._transport.rank, meeting)
-            request = ExchangeRequest(bucket.compression, proposal, *bucket.messages, hint, self._transport.rank, exchange_id)
-            handle = self._transport.start(edge, request)
+            bucket.compression.begin(tuple(sorted(edge.ranks)), self._peers.rank, meeting)
+            request = ExchangeRequest(bucket.compression, proposal, *bucket.messages, hint, self._peers.rank, exchange_id)
+            handle = self._peers.start(edge, request)
             self.counts.bytes_sent += handle.bytes_sent
-        bucket.in_flight = InFlight(round_, edge, handle, near, schedule.pull_of(bucket.topology, edge, self._transport.rank))
+        bucket.in_flight = InFlight(round_, edge, handle, near, schedule.pull_of(bucket.topology, edge, self._peers.rank))
 
     def advance(self) -> None:
         """Ends the round, after all buckets were started in it."""

@@ -30,7 +30,7 @@ from decent_dp.rules.rule import rule_settings
 from decent_dp.topo import Edge, Topology, TopologyReg, make_topology, schedule
 from decent_dp.topo.epoch_topology import EpochTopology
 from decent_dp.topo.registry import why_unfit
-from decent_dp.transport import NewcomerTransport, Replicas, Transport
+from decent_dp.transport import InProcessTransport, NewcomerTransport, Peers, Replicas, Transport
 
 __all__ = ["Agreement", "Arguments", "Settings", "connect_replicas", "workers_per_node"]
 
@@ -105,7 +105,7 @@ class Agreement:
     topology: Topology
     rule: Rule
     replicas: Replicas
-    peers: Transport
+    peers: Peers
     monitor: Members
     weights: tuple[float, float] | None = None
     shares: Shares | None = None
@@ -170,7 +170,7 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
             replicas, weights = assign_replicas(agree_on_nodes(meshes, transport.rank)), _agree_on_weights(found)
         peers = _peers_of(transport, replicas, given.faults)
         agreed, store = check_consistency(transport.control, transport.rank, attempt)
-        neighbours = None if given.faults is None else peers.tolerate(given.faults)
+        neighbours = None if given.faults is None else transport.tolerate(given.faults)
         tensors = [*model.parameters(), *model.buffers()]
         part = control_of_part(transport.control, replicas, transport.rank)
         broadcast_(part, list(map(local, filter(is_sharded, tensors))))
@@ -248,7 +248,7 @@ def _for_members(name: str, local_world_size: int, count: int) -> Topology:
     return make_topology("base-2", local_world_size=local_world_size, world_size=count, rank=0)
 
 
-def _topology_of_replicas(topology: str | Topology, local_world_size: int, peers: Transport, replicas: Replicas) -> Topology:
+def _topology_of_replicas(topology: str | Topology, local_world_size: int, peers: Peers, replicas: Replicas) -> Topology:
     # A process that joins may have a rank beyond those that began the run.
     rank = min(peers.rank, peers.world_size - 1)
     try:
@@ -260,13 +260,13 @@ def _topology_of_replicas(topology: str | Topology, local_world_size: int, peers
         raise ValueError(f"{error} (A topology counts replicas, and there are {numbers}.)") from error
 
 
-def _peers_of(transport: Transport, replicas: Replicas, faults: Tolerate | None) -> Transport:
+def _peers_of(transport: Transport, replicas: Replicas, faults: Tolerate | None) -> Peers:
     """Connects the workers that hold the same part of each replica, also of those that may come."""
-    if replicas.shards == 1:
-        return transport
+    if replicas.shards > 1 and isinstance(transport, InProcessTransport):
+        raise TypeError("an InProcessTransport connects whole replicas, and shards lie on processes: leave transport= out.")
     (_, position), began = replicas.place_of(transport.rank), len(replicas.workers)
     count = max(began, most_workers(faults) // replicas.shards)
-    return transport.among([replicas.workers_of(number)[position] for number in range(count)], began)
+    return Peers(transport, [replicas.workers_of(number)[position] for number in range(count)], began)
 
 
 def _replicas_of_run(transport: NewcomerTransport, mesh: Mapping[str, Any] | None) -> Replicas:

@@ -226,8 +226,7 @@ class Replica(Calls, HookedModel):
 
     Attributes:
         world: connects all workers; used for collectives, checkpoints and reports.
-        peers: connects the workers that hold the same part of each replica; its ranks are numbers of replicas. It is
-            ``world`` if each worker holds a whole replica.
+        peers: connects the workers that hold the same part of each replica; its ranks are numbers of replicas.
         replicas: the workers of each replica.
         parameters: the trainable parameters, with their names.
         momenta: those of the optimizers that are tracked, which are mixed in buckets of their own.
@@ -258,7 +257,7 @@ class Replica(Calls, HookedModel):
         self.settings, self.shares, self.topology = agreed.settings, agreed.shares, agreed.topology
         self.parameters = Parameters(model, self.shares)
         compression = check_compression(agreed.settings.compression)
-        self.engine = Engine(self.peers, self.topology, agreed.rule, compression, self.peers.table)
+        self.engine = Engine(self.peers, self.topology, agreed.rule, compression)
         self.monitor = agreed.monitor
         self.monitor.callbacks.append(lambda _, new: self._tell_optimizers(new.members))
         self.mates = Mates(transport, self.monitor)

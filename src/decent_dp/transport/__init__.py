@@ -6,7 +6,7 @@ from decent_dp.transport.in_process import InProcessTransport, LocalHub, run_rep
 from decent_dp.transport.interface import Control, ExchangeRequest, Handle, Neighbours, PeerTable, Transport
 from decent_dp.transport.node_group import NodeGroup, inside_ddp, ranks_in
 from decent_dp.transport.peer_errors import is_of_network
-from decent_dp.transport.peers import Replicas
+from decent_dp.transport.peers import Peers, Replicas
 from decent_dp.transport.process_group import (
     NewcomerTransport,
     ProcessGroupTransport,
@@ -30,6 +30,7 @@ __all__ = [
     "NewcomerTransport",
     "NodeGroup",
     "PeerTable",
+    "Peers",
     "ProcessGroupTransport",
     "Replicas",
     "Transport",

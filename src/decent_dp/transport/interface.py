@@ -420,25 +420,9 @@ class Transport(ABC):
         """The process group of all workers, or one of ``make_groups``; None if there is none."""
         return None
 
-    def rank_in_all(self, rank: int) -> int:
-        """The rank of worker ``rank`` among all workers, for messages; it differs in a part (``among``)."""
-        return rank
-
     def carrier(self, *, on_gpus: bool) -> str:
         """Names the library that carries the exchanges of tensors on GPUs, or on CPUs; '' in one process."""
         return ""
-
-    def among(self, ranks: Sequence[int], world_size: int) -> Transport:
-        """The workers ``ranks``, this one included, as a transport of their own, numbered from 0 in this order.
-
-        Called by the first ``world_size`` of them together; the others may join later.
-
-        Raises:
-            TypeError: this kind of transport has no parts.
-        """
-        raise TypeError(
-            f"{type(self).__name__} connects whole replicas, and shards of one lie on processes: leave transport= out."
-        )
 
     @property
     def one_sided(self) -> int:

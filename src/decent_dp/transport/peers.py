@@ -1,15 +1,12 @@
-"""The assignment of workers to replicas, and the workers at one position of all replicas as a transport of their own."""
+"""The assignment of workers to replicas, and the workers at one position of all of them, which exchange."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from decent_dp.errors import PeerLostError
-from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
-from decent_dp.transport.control_plane import ControlPlane
-from decent_dp.transport.interface import Control, ExchangeRequest, Handle, Neighbours, PeerTable, Transport
+from decent_dp.transport.interface import ExchangeRequest, Handle, PeerTable, Transport
 from decent_dp.transport.votes import ExchangeId
 
 __all__ = ["Peers", "Replicas"]
@@ -58,83 +55,49 @@ class Replicas:
         return tuple(sorted(number for number in found if set(self.workers_of(number)) <= set(ranks)))
 
 
-class Peers(Transport):
-    """The workers ``ranks`` of ``whole``, numbered from 0 in this order.
+class Peers(PeerTable):
+    """The workers at one position of all replicas, with which an engine makes its exchanges.
 
-    Edges and requests use these numbers; errors name the ranks of the whole.
+    Edges, requests and ranks here are numbers of replicas; errors name the ranks of the workers.
 
     Args:
-        ranks: the ones after the first ``world_size`` may join later.
+        ranks: of these workers, by the number of their replica. Those after the first ``world_size`` may join later.
     """
 
-    def __init__(self, whole: Transport, ranks: Sequence[int], world_size: int) -> None:
-        super().__init__(list(ranks).index(whole.rank), world_size, whole.run_id, whole.timeout, whole.store)
-        self._whole, self._ranks = whole, tuple(ranks)
+    def __init__(self, transport: Transport, ranks: Sequence[int], world_size: int) -> None:
+        self.rank, self.world_size = list(ranks).index(transport.rank), world_size
+        self._transport, self._ranks = transport, tuple(ranks)
 
-    @property
-    def control(self) -> Control:
-        raise TypeError("a part of the workers has the collectives of Control.part")
+    def rank_in_all(self, number: int) -> int:
+        """The rank of the worker with this number, for messages."""
+        return self._ranks[number]
 
-    def tolerate(self, faults: Tolerate) -> Neighbours:
-        neighbours = self._whole.tolerate(faults)
-        self.table = _TableOfPeers(neighbours, self._ranks)
-        return neighbours
-
-    @property
-    def plane(self) -> ControlPlane:
-        return self._whole.plane
-
-    def explain_absent(self, ranks: Sequence[int], what: str) -> PeerLostError:
-        return self._whole.explain_absent(ranks, what)
+    def prepare(self, edges: Sequence[Edge]) -> None:
+        self._transport.prepare([self._in_all(edge) for edge in edges])
 
     def begin(self, bucket: int) -> None:
-        self._whole.begin(bucket)
-
-    def announce(self, round_: int) -> None:
-        self._whole.announce(round_)
-
-    def newest_round(self) -> int:
-        return self._whole.newest_round()
-
-    def rank_in_all(self, rank: int) -> int:
-        return self._ranks[rank]
-
-    def prepare(self, edges: list[Edge]) -> None:
-        self._whole.prepare([_renumbered(edge, self._ranks) for edge in edges])
-
-    def report(self, cause: str) -> None:
-        self._whole.report(cause)
-
-    def close(self) -> None:
-        self._whole.close()
+        self._transport.begin(bucket)
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
-        # The request keeps the numbers of this part, which only seed its rounding.
-        return self._whole.start(_renumbered(edge, self._ranks), request)
-
-
-class _TableOfPeers(PeerTable):
-    """What is known of the workers ``ranks``, which have the numbers from 0 on."""
-
-    def __init__(self, table: PeerTable, ranks: Sequence[int]) -> None:
-        self._table, self._ranks = table, ranks
+        # The request keeps the numbers, which only seed its rounding.
+        return self._transport.start(self._in_all(edge), request)
 
     def usable(self, edge: Edge, exchange_id: ExchangeId) -> bool:
-        return self._table.usable(_renumbered(edge, self._ranks), exchange_id)
+        return self._transport.table.usable(self._in_all(edge), exchange_id)
 
     def round_of(self, rank: int) -> int:
-        return self._table.round_of(self._ranks[rank])
+        return self._transport.table.round_of(self._ranks[rank])
 
     def living(self) -> list[int]:
-        living = set(self._table.living())
+        living = set(self._transport.table.living())
         return [number for number, rank in enumerate(self._ranks) if rank in living]
 
     def has_dropped(self, others: Sequence[int], exchange_id: ExchangeId) -> bool:
-        return self._table.has_dropped([self._ranks[number] for number in others], exchange_id)
+        return self._transport.table.has_dropped([self._ranks[number] for number in others], exchange_id)
 
     def skip(self, edge: Edge, exchange_id: ExchangeId) -> None:
-        self._table.skip(_renumbered(edge, self._ranks), exchange_id)
+        self._transport.table.skip(self._in_all(edge), exchange_id)
 
-
-def _renumbered(edge: Edge, ranks: Sequence[int]) -> Edge:
-    return Edge([ranks[number] for number in edge.ranks], edge.weight)
+    def _in_all(self, edge: Edge) -> Edge:
+        ranks = [self._ranks[number] for number in edge.ranks]
+        return edge if ranks == edge.ranks else Edge(ranks, edge.weight)

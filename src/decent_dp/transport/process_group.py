@@ -28,7 +28,6 @@ from decent_dp.transport.interface import Control, ExchangeRequest, Handle, Neig
 from decent_dp.transport.liveness import HolesAllowed, WireNeighbours
 from decent_dp.transport.nccl import AllReduceGroups, NcclPairs
 from decent_dp.transport.peer_errors import Notes, peer_error
-from decent_dp.transport.peers import Peers
 from decent_dp.transport.rendezvous import Communicator, Rendezvous, timeout_of
 from decent_dp.transport.sockets import Socket, Sockets
 from decent_dp.transport.waiter import Waiter
@@ -319,10 +318,6 @@ class ProcessGroupTransport(Transport):
         self._rendezvous.close()
         self._communicators.clear()
         self._control = None
-
-    def among(self, ranks: Sequence[int], world_size: int) -> Transport:
-        """A transport over the same connections, which is closed with this one."""
-        return Peers(self, ranks, world_size)
 
     def choose(self, edge: Edge, request: ExchangeRequest) -> WireExchanges | NcclPairs | AllReduceGroups:
         """The way of a request, by its device, its compression and the size of its edge."""
