@@ -297,7 +297,7 @@ LINES = {
     "transport": (8732, 3200),
     "engine": (993, 1000),
     "membership": (1731, 1100),
-    "replica": (5695, 2500),
+    "replica": (5694, 2500),
     "backward": (755, 526),  # with _gossip and ddp 1,600
     "checkpoint": (2450, 1900),
     "launch": (932, 500),

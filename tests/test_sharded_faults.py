@@ -276,6 +276,7 @@ class Fake:
         self.rank, self.world_size, self.timeout, self.texts = 2, 4, 0.1, texts
         self.names: list[str] = []
         self.control, self.ranks, self.neighbours = self, (2, 3), object()
+        self.plane: Any = self
 
     def gather(self, value: Any) -> None:
         self.ranks = (2, 3)
