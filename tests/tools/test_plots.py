@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from decent_dp.tools.plots import TrainingRow, plot_simulation, plot_topology, plot_training
+from decent_dp.tools.plots import TrainingRow, plot_topology, plot_training
 from decent_dp.topo import Edge
 
 
@@ -71,8 +71,6 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
         plot_training(rows("ring"))
     with pytest.raises(ImportError, match=r"pip install -e '\.\[plots\]'"):
         plot_topology([[Edge([0], 1.0)]], [1.0])
-    with pytest.raises(ImportError, match=r"pip install -e '\.\[plots\]'"):
-        plot_simulation([{"step": 1}])
 
 
 # -- topologies ------------------------------------------------------------------------------------------------------------
@@ -125,33 +123,3 @@ def test_only_the_first_rounds_are_drawn() -> None:
     assert "8 more rounds are not drawn" in figure.subfigs[0].get_supxlabel()
     with pytest.raises(ValueError, match="no rounds"):
         plot_topology([], [])
-
-
-# -- simulations -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_simulation_is_drawn_as_it_went(tmp_path: Path) -> None:
-    some = [
-        {"step": t, "loss": 2.0 / t, "consensus_distance": 0.1 * t, "accuracy": 0.1 * t, "worst_accuracy": 0.05 * t}
-        for t in range(1, 6)
-    ]
-    path = tmp_path / "run.png"
-    figure = plot_simulation(some, path, title="digits")
-    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    loss, accuracy, distance = figure.axes
-    assert list(loss.lines[0].get_ydata()) == pytest.approx([2, 1, 2 / 3, 0.5, 0.4])
-    assert list(accuracy.lines[0].get_ydata()) == pytest.approx([10, 20, 30, 40, 50])
-    assert list(accuracy.lines[1].get_ydata()) == pytest.approx([5, 10, 15, 20, 25])
-    assert list(distance.lines[0].get_ydata()) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
-    with pytest.raises(ValueError, match="no rows"):
-        plot_simulation([])
-
-
-@pytest.mark.slow
-def test_a_simulation_that_diverged(tmp_path: Path) -> None:
-    good = {"step": 1, "loss": 2.0, "consensus_distance": 0.1, "accuracy": 0.5, "worst_accuracy": 0.4}
-    bad = {**good, "step": 2, "loss": None, "consensus_distance": None}
-    figure = plot_simulation([good, bad], tmp_path / "a.png")
-    assert [len(axis.lines[0].get_xdata()) for axis in figure.axes] == [1, 2, 1]
-    figure = plot_simulation([bad], tmp_path / "b.png")
-    assert [len(axis.lines) for axis in figure.axes] == [0, 2, 0]

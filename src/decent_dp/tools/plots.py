@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -19,7 +19,6 @@ __all__ = [
     "TrainingRow",
     "figure_class",
     "new_figure",
-    "plot_simulation",
     "plot_topology",
     "plot_training",
     "written",
@@ -149,40 +148,6 @@ def _finish(axis: Any, panel: str, what: str) -> None:
 
 def _style(index: int) -> dict[str, Any]:
     return {"color": COLOURS[index % len(COLOURS)], "linestyle": _DASHES[index % len(_DASHES)]}
-
-
-# -- simulations -----------------------------------------------------------------------------------------------------------
-
-
-def plot_simulation(rows: Sequence[Mapping[str, Any]], path: str | Path | None = None, *, title: str = "") -> Figure:
-    """Training loss, test accuracy and consensus distance of a simulated run, against steps.
-
-    Args:
-        rows: 'step', 'loss' (mean over workers), 'consensus_distance', 'accuracy' (of the mean model, from 0 to 1) and
-            'worst_accuracy' (of the worst replica, drawn thin). Losses and distances that a log scale cannot show (0, None, not
-            finite: the run diverged) are left out.
-        path, title: as of `plot_training`.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: there are no rows.
-    """
-    if not rows:
-        raise ValueError("there are no rows to plot")
-    figure = new_figure(12, 4.0)
-    loss, accuracy, distance = figure.subplots(1, 3)
-    style = {"color": COLOURS[1], "marker": "o", "markersize": 3}
-    _draw(loss, [(row["step"], row["loss"]) for row in rows], style)
-    _draw(distance, [(row["step"], row["consensus_distance"]) for row in rows], style)
-    for key, width in (("accuracy", 1.8), ("worst_accuracy", 0.9)):
-        accuracy.plot([row["step"] for row in rows], [100 * row[key] for row in rows], linewidth=width, **style)
-    _finish(loss, "", "training loss, mean over workers")
-    _finish(accuracy, "", "test accuracy, %: mean model, worst replica (thin)")
-    accuracy.set_yscale("linear")
-    _finish(distance, "", "consensus distance")
-    for axis in (loss, accuracy, distance):
-        axis.set_xlabel("step")
-    return written(figure, path, title)
 
 
 # -- topologies ------------------------------------------------------------------------------------------------------------

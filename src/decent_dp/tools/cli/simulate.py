@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from decent_dp.tools.cli.inputs import BadInputError, make, refusing, require, writable, writing
+from decent_dp.tools.cli.inputs import BadInputError, make, refusing, require
 from decent_dp.tools.cli.screen import figures, number, say, size, table, waiting, write_json
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ EXAMPLES = """[bold]Examples[/bold]
 
 decent-dp simulate --data digits --topology base-2 -n 64 --alpha 0.1 --optimizer momentum
 
-decent-dp simulate --topology ring -n 16 --compression int8 --mix-every 4 --plot ring.png
+decent-dp simulate --topology ring -n 16 --compression int8 --mix-every 4
 
 decent-dp simulate --topology complete:100,base-2 -n 24 --optimizer momentum --lr 0.05 --json
 
@@ -55,7 +54,6 @@ def simulate(
     ] = True,
     device: Annotated[str, typer.Option(help="Where the workers are computed: cpu, cuda or cuda:1.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of the weights, the split and the batches.", min=0, max=2**63 - 1)] = 0,
-    plot: Annotated[Path | None, typer.Option(help="Draw a figure into this file (.png, .pdf, .svg).", metavar="FILE")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
 ) -> int:
     """Train many virtual workers on this machine: does the model still learn as well with this topology and compression?"""
@@ -68,7 +66,6 @@ def simulate(
         )
     if alpha is not None:
         require("--alpha", alpha, alpha > 0, "above zero (0.1 is very uneven, 100 nearly even)")
-    writable("--plot", plot, plot=True)
 
     from decent_dp.tools.sim.experiment import DATA, Simulation, find_device, run
 
@@ -98,7 +95,10 @@ def simulate(
     with waiting(f"{topology}: {steps:,} steps of {n} workers"):
         result = run(settings)
     diverged = next((row.step for row in result.rows if not _sound(row)), None)
-    _deliver(result, diverged, plot, json)
+    if json:
+        write_json({**result.to_json(), "diverged": diverged})
+    else:
+        _report(result)
     if diverged is None:
         return 0
     sys.stderr.write(f"decent-dp: diverged by step {diverged:,}: lower --lr\n")
@@ -107,23 +107,6 @@ def simulate(
 
 def _sound(row: Row) -> bool:
     return math.isfinite(row.loss) and row.loss <= _RUINED and math.isfinite(row.consensus_distance)
-
-
-def _deliver(result: Result, diverged: int | None, plot: Path | None, json: bool) -> None:
-    document = {**result.to_json(), "diverged": diverged}
-    try:
-        if json:
-            write_json(document)
-        else:
-            _report(result)
-    finally:  # also after a broken pipe
-        if plot is not None:
-            from decent_dp.tools.plots import plot_simulation
-
-            with writing(plot):
-                plot_simulation(document["rows"], plot, title=_heading(result.simulation))
-    if plot is not None and not json:
-        say(f"wrote {plot}")
 
 
 def _report(result: Result) -> None:
