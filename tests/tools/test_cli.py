@@ -290,7 +290,7 @@ def test_plan_ranks_and_says_why(cli: Cli) -> None:
     # Of two nodes every topology is their pair.
     names = [name["name"] for name in found["same_rounds"] if name["as"] == "complete"]
     assert {"one-peer-exp", "base-2"} <= set(names)
-    assert re.search("the same rounds here:\n +one-peer-exp +is complete\n", text)
+    assert re.search(r"the same rounds here:\n(?: +\S+ +is complete\n)* +one-peer-exp +is complete\n", text)
     assert {row["replica"] for row in rows} == {"worker", "node"}
     assert 'write gossip(model, optimizer, topology=..., replica="node")' in text
     assert "needs a power of two nodes" in cli(f"{JOB} -n 12 -l 4 --inter 25gbit --intra 200gbit --top 1")
