@@ -303,7 +303,7 @@ LINES = {
     "launch": (932, 500),
     "logging": (667, 350),
     "integrations": (1834, 1200),
-    "tools": (6325, 4500),
+    "tools": (6273, 4500),
 }
 
 
