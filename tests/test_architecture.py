@@ -292,7 +292,7 @@ def test_files_have_at_most_600_lines():
 LINES = {
     "topo": (1781, 1400),
     "rules": (489, 600),
-    "compression": (2221, 1800),
+    "compression": (2197, 1800),
     "optim": (1798, 1700),
     "transport": (8732, 3200),
     "engine": (993, 1000),

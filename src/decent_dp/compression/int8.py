@@ -41,7 +41,6 @@ from decent_dp.compression.lattice import (
     FloatArray,
     IntArray,
     Lattice,
-    largest,
     load_numba,
 )
 
@@ -117,12 +116,9 @@ class Int8(Blockwise):
     def _look_at_zeros(self, values: Sequence[Tensor]) -> None:
         """Finds the largest values of the blocks in which none is known."""
         unknown = np.flatnonzero(self._largest == 0)
-        if self._on_cuda is not None and len(unknown):
-            self._largest[unknown] = self._on_cuda.largest(values)[unknown]
-            return
-        for i in unknown:
-            block = self._blocks[i]
-            self._largest[i] = largest(values[block.tensor][block.start : block.stop])
+        parts = [part_of(values[block.tensor], block) for block in map(self._blocks.__getitem__, unknown)]
+        if parts:  # read at once: a GPU is waited for once
+            self._largest[unknown] = torch.stack(torch._foreach_norm(parts, math.inf)).cpu().to(torch.float64).numpy()
 
     def _take_encoded(self) -> None:
         """Learns the largest values of the last message, which a GPU has found meanwhile."""

@@ -268,17 +268,6 @@ def _mix_int8(
             tl.store(base + place + offsets, (x.to(tl.float32) + wrapped.to(tl.float32) * factor).to(x.dtype), mask=inside)
 
 
-@triton.jit
-def _largest(base, table, found, TILE: tl.constexpr, MULTIPLE: tl.constexpr, CODES: tl.constexpr, WHOLE: tl.constexpr):
-    place, _, count, block, _ = _tile(table, MULTIPLE, CODES)
-    offsets = tl.arange(0, TILE)
-    if WHOLE:
-        x = tl.load(base + place + offsets).to(tl.float32)
-    else:
-        x = tl.load(base + place + offsets, mask=offsets < count, other=0.0).to(tl.float32)
-    tl.atomic_max(found + block, tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF))
-
-
 _LANES = 128
 
 
@@ -308,14 +297,6 @@ class TritonLattice:
 
     def _programs(self) -> tuple[int]:
         return (triton.cdiv(self._blocks, _LANES),)
-
-    def largest(self, values: Sequence[Tensor]) -> FloatArray:
-        """The largest absolute value of each block. Waits for the GPU."""
-        found = torch.zeros(self._blocks, dtype=torch.int32, device=self._device)
-        self._tiles.bind(list(values))
-        self._tiles.launch(_largest, found)
-        largest: FloatArray = found.view(torch.float32).cpu().numpy().astype(np.float64)
-        return largest
 
     def set_steps(self, steps: FloatArray) -> None:
         """An exchange begins, with these steps of its blocks."""
@@ -385,7 +366,6 @@ def attempt(device: torch.device, dtype: torch.dtype) -> None:
     coder.set_steps(np.ones(len(blocks)))
     coder.encode(values, sent, MessageId(0, 0))
     coder.mix(values, sent, received, coder.compare(sent, received)[2], 0.5)
-    coder.largest(values)
 
 
 class _Reading:
