@@ -149,6 +149,23 @@ def test_bfloat16_rounds_to_nearest(dtype):
     assert (expected.double() - values.double()).abs().max() <= 2.0**-8 * values.abs().max()
 
 
+@KINDS_AND_DTYPES
+def test_mixing_adds_the_differences(kind, dtype):
+    """Rounded one after the other; a rate of zero changes no bit."""
+    a, b = [randn(300, 1, dtype), randn(7, 2, dtype)], [randn(300, 3, dtype), randn(7, 4, dtype)]
+    a[0][0], b[0][0] = -0.0, 1.0
+    pair = Pair(a, b, kind)
+    messages = [encode(pair.compressions[i], pair.values[i], hints, 0, i) for hints in [pair.send_hint()] for i in range(2)]
+    kept = [value.clone() for value in a]
+    pair.compressions[0].mix(a, *messages, 0.0)
+    assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(a, kept, strict=True))
+    for block, difference, unit in pair.compressions[0].differences(*messages):
+        assert difference is not None
+        kept[block.tensor][block.start : block.stop].add_(difference.mul_(0.3 * unit))
+    pair.compressions[0].mix(a, *messages, 0.3)
+    assert all(torch.equal(x, y) for x, y in zip(a, kept, strict=True))
+
+
 @pytest.mark.parametrize("kind", COMPRESSIONS.values(), ids=COMPRESSIONS)
 def test_chunks_that_are_reported_ready_are_final(kind):
     values = [randn(size, size) for size in (5, 3 * BLOCK + 7, 0, BLOCK, 1)]

@@ -252,6 +252,17 @@ def test_means_of_groups(sizes, distance):
             results.append(out)
         assert torch.equal(*results)
     members[0].mix(messages[0], results[0], 0.75)
+    # The farthest member counts, which the mean's records tell, in both ways to use it.
+    ranges = []
+    for mixes in (True, False):
+        form = Int8(members[1].forms[0].tensors, torch.float32, CPU)
+        [*form.encode(base, torch.empty_like(messages[0]), MessageId(4, 1), hints)]
+        if mixes:
+            form.mix([value.clone() for value in base], messages[0], results[0], 0.5)
+        else:
+            assert len([*form.differences(messages[0], results[0])]) == len(form._blocks)
+        ranges.append([own["ranges"].clone() for own in form.state()])
+    assert all(same(one, other) for one, other in zip(*ranges, strict=True))
 
 
 def test_values_that_are_made_when_they_are_read():
