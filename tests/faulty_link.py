@@ -468,7 +468,7 @@ def inject(worker: Any, faults: Iterable[Fault]) -> None:
         if bucket.in_flight is not None:
             reach("before finish", bucket.in_flight.round.number)
 
-    def after_frame(_: Any, __: Any, ___: Any, sending: Any) -> None:
+    def after_frame(_: Any, __: Any, sending: Any) -> None:
         reach("mid message", sending.key[0], sending.written)
 
     around(Engine, "start", before=lambda engine, *_: reach("before start", engine.round))
