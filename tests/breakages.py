@@ -44,9 +44,9 @@ BREAKAGES = [
     Breakage(
         "the last bucket is exchanged and not mixed",
         "engine/engine.py",
-        "            bucket.mix(in_flight, self.factor, edit)\n",
+        "            bucket.mix(in_flight, self.factor)\n",
         "            if bucket is self.buckets[0] or bucket is not self.buckets[-1]:\n"
-        "                bucket.mix(in_flight, self.factor, edit)\n",
+        "                bucket.mix(in_flight, self.factor)\n",
     ),
     Breakage(
         "the weight of the next round's edge",

@@ -25,7 +25,7 @@ from decent_dp._sizes import MIB
 from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_scaler, make_optimizer, make_scheduler
 from decent_dp.backward.scaled import refuse_scaled_loss
 from decent_dp.backward.state_dicts import copy_values, strip_prefix
-from decent_dp.backward.units import DeferredList, Unit
+from decent_dp.backward.units import DeferredList, Unit, edit_of
 from decent_dp.engine import Bucket
 from decent_dp.errors import OutOfStepError
 from decent_dp.gradients import EndOfBackward, GradientPolicy, tensors_in
@@ -391,8 +391,9 @@ class BackwardReplica(Replica):
             named = [(slot.spec.name, params[slot.index]) for slot in bucket.buffer.plan.slots]
             optimizer = make_optimizer(self._optim_fn, named)
             tell_replicas([optimizer], self.peers.world_size)
-            units.append(Unit(bucket, optimizer, make_scheduler(self._lr_scheduler_fn, optimizer), self.world))
-        if self.replicas.shards == 1 and any(unit.edit is not None for unit in units):
+            units.append(Unit(bucket, optimizer, make_scheduler(self._lr_scheduler_fn, optimizer)))
+            bucket.edit = edit_of(units[-1], self.world)
+        if self.replicas.shards == 1 and any(unit.bucket.edit is not None for unit in units):
             rounds = range(min(self.topology.period or 0, _MOST_ROUNDS))
             self.world.make_groups(edge for t in rounds for edge in self.topology.round(t))
         optimizers = [unit.optimizer for unit in units]
@@ -421,7 +422,6 @@ class BackwardReplica(Replica):
         self.units, self.momenta, self._order = layout.units, layout.momenta, layout.order
         self.optimizers[:] = [unit.optimizer for unit in self.units]
         self.schedulers[:] = [unit.scheduler for unit in self.units]
-        self.edits = {unit.bucket.number: unit.edit for unit in self.units}
 
     # -- saves and loads ----------------------------------------------------------------------------------------------
 

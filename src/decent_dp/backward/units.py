@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, SupportsIndex, TypeVar, overload
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from decent_dp.topo import Edge
 from decent_dp.topo.edges import EdgeOfHook
 from decent_dp.transport import Transport
 
-__all__ = ["DeferredList", "Unit"]
+__all__ = ["DeferredList", "Unit", "edit_of"]
 
 T = TypeVar("T")
 
@@ -46,16 +46,11 @@ class DeferredList(list[T]):
 
 @dataclass(frozen=True)
 class Unit:
-    """A bucket and its optimizer.
-
-    Attributes:
-        transport: of all workers.
-    """
+    """A bucket and its optimizer."""
 
     bucket: Bucket
     optimizer: Optimizer
     scheduler: LRScheduler | None
-    transport: Transport
 
     @property
     def buffer(self) -> FlatBuffer:
@@ -68,26 +63,22 @@ class Unit:
         if self.scheduler is not None:
             self.scheduler.step()
 
-    @cached_property
-    def edit(self) -> Edit | None:
-        """Calls the optimizer's ``pre_average_hook``, which may change the sum that is mixed in; None without such a hook."""
-        hook = getattr(self.optimizer, "pre_average_hook", None)
-        if hook is None:
-            return None
 
-        def edit(edge: Edge, others: list[Tensor]) -> None:
-            try:
-                for param, view in zip(self.buffer.params, others, strict=True):
-                    param.comm_buffer = view  # type: ignore[attr-defined]
-                hook(self._shown(edge), edge.weight)
-            finally:
-                for param in self.buffer.params:
-                    del param.comm_buffer  # type: ignore[attr-defined]
+def edit_of(unit: Unit, transport: Transport) -> Edit | None:
+    """Calls the optimizer's ``pre_average_hook``, which may change the sum that is mixed in; None without such a hook."""
+    hook = getattr(unit.optimizer, "pre_average_hook", None)
+    if hook is None:
+        return None
 
-        return edit
+    def edit(edge: Edge, others: list[Tensor]) -> None:
+        if edge.group is None:  # a group of the user's stays
+            edge = EdgeOfHook(edge.ranks, edge.weight, partial(transport.process_group_of, edge.ranks))
+        try:
+            for param, view in zip(unit.buffer.params, others, strict=True):
+                param.comm_buffer = view  # type: ignore[attr-defined]
+            hook(edge, edge.weight)
+        finally:
+            for param in unit.buffer.params:
+                del param.comm_buffer  # type: ignore[attr-defined]
 
-    def _shown(self, edge: Edge) -> Edge:
-        """Returns the edge for a ``pre_average_hook``: its group is the user's, or was made for it."""
-        if edge.group is not None:
-            return edge
-        return EdgeOfHook(edge.ranks, edge.weight, partial(self.transport.process_group_of, edge.ranks))
+    return edit

@@ -61,6 +61,7 @@ class Bucket:
 
     Attributes:
         in_flight: the exchange that was started, or the round that this worker sits out; None before the first round.
+        edit: called with the sum that is mixed in, which it may change; None for no change.
         stale: names of tensors whose values were replaced, so that the difference in flight does not belong to them.
     """
 
@@ -76,6 +77,7 @@ class Bucket:
             tensors = [FlatTensor(slots[0].index, plan.numel)]
         self.compression = compression(tensors, plan.dtype, plan.device)
         self.in_flight: InFlight | None = None
+        self.edit: Edit | None = None
         self.stale: set[str] = set()
         # Names of stale tensors whose rule's state still belongs to the old values.
         self._outdated: set[str] = set()
@@ -115,12 +117,12 @@ class Bucket:
         """Returns the rule's proposal to the neighbours, one per ``compression.tensors``."""
         return [self.rule.propose(value, state, round) for value, state in zip(self.values, self.states, strict=True)]
 
-    def mix(self, in_flight: InFlight, factor: float, edit: Edit | None = None) -> None:
+    def mix(self, in_flight: InFlight, factor: float) -> None:
         """Applies the rule to the received message."""
         factor *= in_flight.pull
         with self._stale_preserved() as some:
-            if some and edit is not None:
-                self._mix_edited(in_flight, factor, edit)
+            if some and self.edit is not None:
+                self._mix_edited(in_flight, factor, self.edit)
             elif some:
                 self._apply(in_flight.round, mixing_rate(in_flight.edge, factor))
                 self.buffer.written()

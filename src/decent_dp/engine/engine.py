@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from decent_dp.compression import Compression, Lossless, LowRank, flag_of, for_momentum
-from decent_dp.engine.bucket import Bucket, Edit, InFlight
+from decent_dp.engine.bucket import Bucket, InFlight
 from decent_dp.engine.layout import FlatBuffer, TensorSpec, plan_turns
 from decent_dp.engine.outcome import ARRIVED, SAT_OUT, NonFinite, Outcome
 from decent_dp.errors import PeerError
@@ -131,19 +131,16 @@ class Engine:
 
     # -- a round ------------------------------------------------------------------------------------------------------
 
-    def finish_due(self, bucket: Bucket, edit: Edit | None = None) -> Outcome:
+    def finish_due(self, bucket: Bucket) -> Outcome:
         """As ``finish``, but leaves an exchange in flight that has time until a later round."""
         in_flight = bucket.in_flight
         if in_flight is not None and not in_flight.due(bucket.topology, self.round):
             return SAT_OUT
-        return self.finish(bucket, edit)
+        return self.finish(bucket)
 
     @torch.no_grad()
-    def finish(self, bucket: Bucket, edit: Edit | None = None) -> Outcome:
+    def finish(self, bucket: Bucket) -> Outcome:
         """Waits for the exchange in flight and mixes; without one, this worker has sat the round out.
-
-        Args:
-            edit: called with the sum that is mixed in, which it may change.
 
         Raises:
             WireError: a message arrived that was not expected.
@@ -181,7 +178,7 @@ class Engine:
             bucket.mix_nothing(in_flight.round)
             return unmixable
         with record_function("decent_dp.mix"):
-            bucket.mix(in_flight, self.factor, edit)
+            bucket.mix(in_flight, self.factor)
         if bucket.compression.rejected and not self._warned_of_rejections:
             self._warn_of_rejections(bucket)
         return ARRIVED
@@ -202,12 +199,8 @@ class Engine:
         )
 
     @torch.no_grad()
-    def start(self, bucket: Bucket, edit: Edit | None = None) -> None:
-        """Sends the rule's proposal to the neighbours of the current round, if the bucket mixes in it.
-
-        Args:
-            edit: what ``finish`` will be called with.
-        """
+    def start(self, bucket: Bucket) -> None:
+        """Sends the rule's proposal to the neighbours of the current round, if the bucket mixes in it."""
         self.started = self.round
         if not schedule.turn_of(bucket.topology, self.round).mixes:
             return
@@ -222,7 +215,7 @@ class Engine:
         proposal = bucket.propose(round_)
         hint = bucket.compression.hint(proposal) if bucket.compression.needs_hints else b""
         # The proposal may be the replica itself, which moves on until an edit sees what was sent, as numbers modulo 256.
-        moves = edit is not None and bucket.compression.needs_hints
+        moves = bucket.edit is not None and bucket.compression.needs_hints
         near = [value.clone() for value in proposal] if moves else proposal
         handle = None
         if bucket.compression.pairs_only or schedule.weights_of(bucket.topology) is not None:

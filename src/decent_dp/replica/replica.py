@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from decent_dp._checks import check_integer
 from decent_dp._sizes import MIB
 from decent_dp.compression import check_compression
-from decent_dp.engine import Bucket, Edit, Engine, go_to, round_of_others
+from decent_dp.engine import Bucket, Engine, go_to, round_of_others
 from decent_dp.faults import Roster
 from decent_dp.replica.cadence import Cadence
 from decent_dp.replica.consistency import check_same_call, gather_by_rank
@@ -233,7 +233,6 @@ class Replica(Calls, HookedModel):
         mean: the backup while the replica holds the mean.
         listeners: notified of every round.
         optimizers: the ones that train this replica.
-        edits: by bucket number, what its optimizer does with the sum that is mixed in.
         cadence: in which rounds calls of all workers are due.
         scaler: the GradScaler of its loss, or None.
         steps: optimizer steps taken.
@@ -269,7 +268,6 @@ class Replica(Calls, HookedModel):
         self.mean = Mean(*parts, with_buffers=with_buffers)
         self.momenta = Momenta([], {}, agreed.rule)
         self.listeners, self.cadence, self.optimizers = list[Listener](), Cadence(), list[Optimizer]()
-        self.edits: Mapping[int, Edit | None] = {}
         self.scaler: torch.amp.GradScaler | None = None
         self.steps, self._nonfinite_in = 0, -1
         self._has_run_out, self.joins = False, 0
@@ -406,14 +404,13 @@ class Replica(Calls, HookedModel):
         """
         engine, overlap = self.engine, self.settings.overlap
         for number, bucket in enumerate(engine.buckets):
-            edit = self.edits.get(bucket.number)
             if overlap:
-                engine.finish_due(bucket, edit).raise_if_failed()
+                engine.finish_due(bucket).raise_if_failed()
             step(number)
-            engine.start(bucket, edit)
+            engine.start(bucket)
         if not overlap:
             for bucket in engine.buckets:
-                engine.finish(bucket, self.edits.get(bucket.number)).raise_if_failed()
+                engine.finish(bucket).raise_if_failed()
         self.share()
         engine.wait_for_read()
         if _log.isEnabledFor(logging.DEBUG):

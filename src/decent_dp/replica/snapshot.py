@@ -139,7 +139,7 @@ def settle(replica: Replica) -> None:
         replica.rebind()
         with replica.mean.suspended():
             for bucket in engine.buckets:
-                engine.finish(bucket, replica.edits.get(bucket.number)).raise_if_failed()
+                engine.finish(bucket).raise_if_failed()
             replica.share()
 
 
