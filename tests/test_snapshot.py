@@ -282,7 +282,7 @@ def test_back_to_an_earlier_update(compression, overlap):
         ends = []
         for number, stop in enumerate((4, 1, 5, 0, 4)):
             if number:
-                model.replica.engine.buckets[0].compression._rejected += 1000
+                model.replica.engine.buckets[0].compression.rejected += 1000
             put_back(model.replica, through[at.rank][0][stop])
             losses = []
             for t in range(stop, TOTAL):
