@@ -373,14 +373,15 @@ def test_after_the_context_due_is_what_it_was():
     model.close()
 
 
-def asked_in_the_last_round(transport: Any) -> Any:
-    """Worker 1 gets a signal, and votes for the last round; worker 0 has left the loop before it has seen the request."""
+def asked_in_the_last_round(has_made_all: threading.Event, transport: Any) -> Any:
+    """Worker 1 gets a signal, and votes for the last round; worker 0 has made it, and leaves the loop."""
     model = DecentralizedDataParallel(net(), SGD, topology="complete", transport=transport)
     found = []
     for t in range(2):
         with Preemption(model, signals=(), grace=10) as stop:
             for _ in range(30 if t else 3):
                 if (transport.rank, t, model.stats().rounds) == (1, 0, 2):
+                    assert has_made_all.wait(60)
                     stop._request.pending = True
                     time.sleep(0.15)
                 loss(model, t, transport.rank).backward()
@@ -388,13 +389,15 @@ def asked_in_the_last_round(transport: Any) -> Any:
                     time.sleep(0.1)
                 if stop.due:
                     break
+            if transport.rank == 0:
+                has_made_all.set()
         found.append((stop.due, model.stats().rounds))
     model.close()
     return found
 
 
 def test_all_come_to_the_same_where_somebody_is_asked_in_the_last_round():
-    first, second = run_replicas(2, asked_in_the_last_round)
+    first, second = run_replicas(2, partial(asked_in_the_last_round, threading.Event()))
     assert first == second
     assert first[0] == (False, 3)
     assert first[1][0]
