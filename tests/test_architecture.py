@@ -294,8 +294,8 @@ LINES = {
     "rules": (489, 600),
     "compression": (2197, 1800),
     "optim": (1798, 1700),
-    "transport": (8732, 3200),
-    "engine": (993, 1000),
+    "transport": (8710, 3200),
+    "engine": (981, 1000),
     "membership": (1731, 1100),
     "replica": (5691, 2500),
     "backward": (746, 526),  # with _gossip and ddp 1,600

@@ -141,7 +141,7 @@ def test_collectives(make, monkeypatch, n, near):
         means = []
         for size, dtype in ((5, torch.float64), (700_001, torch.float64), (0, torch.float32), (3, torch.bfloat16)):
             tensor = values(rank, size, dtype)
-            control.mean(tensor).wait()
+            control.mean(tensor)
             means.append(tensor)
         sent = torch.arange(300_000).reshape(3, -1).t() * (rank + 1)  # not contiguous
         control.broadcast(sent)
@@ -226,7 +226,7 @@ def test_a_death_in_a_collective(dying, what, victim, blocks):
     def work(rank: int, control: Collectives) -> Any:
         if what == "mean":
             found = values(rank, size)
-            control.mean(found).wait()
+            control.mean(found)
         else:
             found = control.gather_tensors([values(rank, 150_000 + rank), torch.tensor(rank)])
         return found, control.ranks, control.gather(rank)
@@ -345,7 +345,7 @@ def test_a_connection_that_breaks_is_made_again(make, near):
         tensor = values(rank, size)
         for _ in range(3):
             tensor = values(rank, size)
-            control.mean(tensor).wait()
+            control.mean(tensor)
         return tensor, control.ranks
 
     results = company.run(work)
@@ -372,7 +372,7 @@ def test_different_calls_are_an_error_on_all(make):
         control.gather(rank)
         if rank == 2:
             return control.gather(rank)
-        return control.mean(torch.ones(3)).wait()
+        return control.mean(torch.ones(3))
 
     errors = company.run(work)
     assert all(isinstance(error, OutOfStepError) for error in errors.values())
@@ -457,7 +457,7 @@ def test_a_mean_is_made_once_whatever_processes_and_rounds_take_part(make, monke
         monkeypatch.setattr(control, "_attempt", count)
         monkeypatch.setattr(control._tree, "_put", slow)
         tensor = values(rank, 100)
-        control.mean(tensor).wait()
+        control.mean(tensor)
         return tensor
 
     results = company.run(work)
@@ -642,8 +642,8 @@ def test_attempts_that_fail_again_and_again_end(monkeypatch):
     monkeypatch.setattr(control, "_agree", agree)
     control._call.number = 1
     with pytest.raises(PeerLostError, match=r"has failed again and again .* \[0, 1\] live: some of them do not reach"):
-        control.mean(torch.ones(1)).wait()
-    assert tries[-1] - tries[0] > 0.2
+        control.mean(torch.ones(1))
+    assert tries[-1] - tries[0] > 0.15
 
 
 def test_an_agreement_without_this_worker_is_no_loss_of_another_one():

@@ -297,22 +297,12 @@ def control(transport: Transport) -> None:
     for dtype in FLOATS:
         tensor = payload(rank, ExchangeId(0, 0), 50, dtype)
         expected = torch.stack([payload(r, ExchangeId(0, 0), 50, dtype).double() for r in range(n)]).mean(0)
-        collectives.mean(tensor).wait()
+        collectives.mean(tensor)
         # Sums are taken in float32 at least: 60000 + 60000 is no infinity in float16.
         slack = 4 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps * 60000
         assert ((tensor.double() - expected).abs() <= torch.finfo(dtype).eps * expected.abs() + slack).all(), dtype
     empty = torch.empty(0)
-    collectives.mean(empty).wait()
-
-    flying = []
-    for i in range(20):
-        tensor = torch.full((7 + i % 3,), float(rank + i * n))
-        flying.append((i, tensor, collectives.mean(tensor)))
-        if i % 5 == 2:
-            assert collectives.gather(i) == [i] * n  # independent of those in flight
-    for i, tensor, handle in flying:
-        handle.wait()
-        assert torch.equal(tensor, torch.full_like(tensor, (n - 1) / 2 + i * n))
+    collectives.mean(empty)
 
 
 # -- the contract: everybody -----------------------------------------------------------------------------------------------

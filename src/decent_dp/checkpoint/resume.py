@@ -26,7 +26,7 @@ from decent_dp.replica.replica import Replica
 from decent_dp.replica.shards import mesh_of
 from decent_dp.replica.snapshot import begin_load, completed, put_back
 from decent_dp.serialization import loaded
-from decent_dp.transport import Control
+from decent_dp.transport import Collectives
 
 __all__ = ["latest", "load", "read_parameters"]
 
@@ -244,7 +244,7 @@ def _check_record(step: Path, record: Record, replica: Replica, resize: str | No
         )
 
 
-def _verify(control: Control, step: Path, shards: Sequence[Shard], saved: int) -> None:
+def _verify(control: Collectives, step: Path, shards: Sequence[Shard], saved: int) -> None:
     """Checks the shards that this worker reads, and that all workers read those of one checkpoint."""
     gathered = control.gather([_seen(shard) for shard in shards])
     _check_alike(step, saved, [(rank, seen) for rank, own in zip(control.ranks, gathered, strict=True) for seen in own])

@@ -26,7 +26,7 @@ from decent_dp.errors import CheckpointError
 from decent_dp.integrations import OPTIONS
 from decent_dp.integrations._survivors import SurvivorCollectives, save_again
 from decent_dp.replica.consistency import call_on_all
-from decent_dp.transport import Control
+from decent_dp.transport import Collectives
 
 try:
     import lightning
@@ -126,7 +126,7 @@ class LightningOverSurvivors(Strategy):  # type: ignore[misc]
     """
 
     # Of the replica that was last in training, if it tolerates deaths.
-    _last_control: Control | None = None
+    _last_control: Collectives | None = None
     # The collectives of a replica, by which they are numbered.
     _of_replica: tuple[Gossip, SurvivorCollectives] | None = None
 

@@ -18,7 +18,7 @@ from decent_dp.errors import CheckpointError
 from decent_dp.replica.consistency import call_on_all
 from decent_dp.replica.replica import Replica
 from decent_dp.serialization import decode, encode
-from decent_dp.transport import Control
+from decent_dp.transport import Collectives
 
 __all__ = ["SurvivorCollectives", "save_again"]
 
@@ -92,7 +92,7 @@ class SurvivorCollectives:
     def broadcast(self, value: Any, source: int) -> Any:
         """The value of the worker ``source``, or of the first one if that is gone. Raises as ``gather_objects``."""
 
-        def make(control: Control) -> list[Any]:
+        def make(control: Collectives) -> list[Any]:
             control.gather(None)  # who is there
             while True:
                 chosen = source if source in control.ranks else control.ranks[0]
@@ -119,7 +119,7 @@ class SurvivorCollectives:
             stack = torch.stack([own for (own,) in self.gather_tensors([tensor], "reduce")])
             return tensor.copy_(_REDUCTIONS[name](stack))
 
-    def _call(self, what: str, make: Callable[[Control], list[T]], own: list[T]) -> list[T]:
+    def _call(self, what: str, make: Callable[[Collectives], list[T]], own: list[T]) -> list[T]:
         """What ``make`` returns; ``own`` if this worker is alone."""
         if self._replica is not None and self._control is not None:
             made = self._replica.cadence.made
@@ -149,7 +149,7 @@ def save_again(replica: Replica, save: Callable[[], Saving]) -> None:
             raise error
 
 
-def _objects_of_all(control: Control, value: Any) -> list[Any]:
+def _objects_of_all(control: Collectives, value: Any) -> list[Any]:
     text, tensors = call_on_all(control, partial(_encoded, value))
     head = torch.frombuffer(bytearray(json.dumps([text, *tensors]).encode()), dtype=torch.uint8)
     return [_decoded(*parts) for parts in control.gather_tensors([head, *tensors.values()])]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decent_dp._sizes import MIB
 from decent_dp.errors import NonFiniteError
-from decent_dp.transport import Control, Replicas
+from decent_dp.transport import Collectives, Replicas
 
 __all__ = ["average_", "broadcast_", "control_of_part", "differing", "squared_distance"]
 
@@ -19,7 +19,7 @@ __all__ = ["average_", "broadcast_", "control_of_part", "differing", "squared_di
 _CHUNK_BYTES = 16 * MIB
 
 
-def control_of_part(control: Control, replicas: Replicas, rank: int) -> Control:
+def control_of_part(control: Collectives, replicas: Replicas, rank: int) -> Collectives:
     """The collectives of the workers that hold the part of a replica that worker ``rank``, this one, holds.
 
     Args:
@@ -31,7 +31,7 @@ def control_of_part(control: Control, replicas: Replicas, rank: int) -> Control:
     return control.part([rank for rank in control.ranks if replicas.place_of(rank)[1] == own])
 
 
-def average_(control: Control, tensors: Sequence[Tensor], counts: float | None = None) -> list[Tensor]:
+def average_(control: Collectives, tensors: Sequence[Tensor], counts: float | None = None) -> list[Tensor]:
     """Replaces each tensor by its mean over workers; returns the squared L2 distances of the old values to it (float64).
 
     Args:
@@ -44,7 +44,7 @@ def average_(control: Control, tensors: Sequence[Tensor], counts: float | None =
     return distances
 
 
-def squared_distance(control: Control, tensors: Sequence[Tensor], counts: float | None = None) -> float:
+def squared_distance(control: Collectives, tensors: Sequence[Tensor], counts: float | None = None) -> float:
     """Returns the squared L2 distance of this worker's tensors to their mean over workers; changes nothing.
 
     Args:
@@ -53,7 +53,7 @@ def squared_distance(control: Control, tensors: Sequence[Tensor], counts: float 
     return sum(float(_square(tensor, mean)) for tensor, mean in _means(control, tensors, counts))
 
 
-def broadcast_(control: Control, tensors: Sequence[Tensor]) -> None:
+def broadcast_(control: Collectives, tensors: Sequence[Tensor]) -> None:
     """Replaces each tensor by worker 0's; any dtype. Only what differs is sent."""
     for chunk in _chunks(differing(control, tensors)):
         flat = _flatten(chunk)
@@ -62,7 +62,7 @@ def broadcast_(control: Control, tensors: Sequence[Tensor]) -> None:
             tensor.copy_(value)
 
 
-def differing(control: Control, tensors: Sequence[Tensor]) -> list[Tensor]:
+def differing(control: Collectives, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Those tensors that do not have the same bits on all workers; the same ones everywhere."""
     if not tensors:
         return []
@@ -95,22 +95,22 @@ def _flatten(chunk: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
 
 
-def _means(control: Control, tensors: Sequence[Tensor], counts: float | None) -> Iterator[tuple[Tensor, Tensor]]:
+def _means(control: Collectives, tensors: Sequence[Tensor], counts: float | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields each tensor with its mean over workers."""
     for chunk in _chunks(tensors):
         yield from _split(_mean(control, chunk, counts), chunk)
 
 
-def _mean(control: Control, chunk: Sequence[Tensor], counts: float | None) -> Tensor:
+def _mean(control: Collectives, chunk: Sequence[Tensor], counts: float | None) -> Tensor:
     flat = _flatten(chunk)
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     if counts is None:
-        control.mean(flat).wait()
+        control.mean(flat)
         return flat
     flat = flat.mul_(counts) if counts else flat.zero_()  # 0 times a NaN is a NaN
     # The weight of those that count travels with the values: a worker may die before its part has arrived.
     flat = torch.cat([flat, flat.new_full((1,), float(counts))])
-    control.mean(flat).wait()
+    control.mean(flat)
     if not flat[-1] > 0:
         raise NonFiniteError("the last worker whose replica is finite has died in the mean of all: the others hold a NaN.")
     return flat[:-1] / flat[-1]

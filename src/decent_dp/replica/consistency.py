@@ -16,7 +16,7 @@ from decent_dp.engine.layout import TensorSpec
 from decent_dp.membership import Members
 from decent_dp.replica.optimizer_guards import first_difference, warn_user
 from decent_dp.replica.shards import placement
-from decent_dp.transport import Control, Transport
+from decent_dp.transport import Collectives, Transport
 
 __all__ = [
     "among_the_same",
@@ -41,7 +41,7 @@ _SHARED_TYPES: dict[str, type[Exception]] = {
 }
 
 
-def call_on_all(control: Control, attempt: Callable[[], T]) -> T:
+def call_on_all(control: Collectives, attempt: Callable[[], T]) -> T:
     """Calls ``attempt`` on every worker and returns its value. If it fails on one of them, all raise the same error."""
     found: list[T] = []
     failure: Exception | None = None
@@ -65,7 +65,7 @@ def call_on_all(control: Control, attempt: Callable[[], T]) -> T:
     return found[0]
 
 
-def check_consistency(control: Control, rank: int, attempt: Callable[[], tuple[T, dict[str, Any]]]) -> T:
+def check_consistency(control: Collectives, rank: int, attempt: Callable[[], tuple[T, dict[str, Any]]]) -> T:
     """As ``call_on_all``, for an ``attempt`` that also returns a signature, which must be equal on all workers.
 
     A signature is JSON with some of these keys: 'model' (see ``model_signature``), 'topology', 'settings' and 'optimizers'
@@ -88,12 +88,12 @@ def check_consistency(control: Control, rank: int, attempt: Callable[[], tuple[T
     return value
 
 
-def broadcast_object(control: Control, rank: int, message: Any) -> Any:
+def broadcast_object(control: Collectives, rank: int, message: Any) -> Any:
     """Returns the ``message`` (JSON) of the first worker on all of them."""
     return among_the_same(control, lambda: control.gather(message if rank == control.ranks[0] else None)[0])
 
 
-def gather_by_rank(control: Control, value: Any) -> dict[int, Any]:
+def gather_by_rank(control: Collectives, value: Any) -> dict[int, Any]:
     """Returns the ``value`` (JSON) of each worker.
 
     Raises:
@@ -114,7 +114,7 @@ def gather_by_rank(control: Control, value: Any) -> dict[int, Any]:
     return dict(zip(control.ranks, found, strict=True))
 
 
-def among_the_same(control: Control, call: Callable[[], T]) -> T:
+def among_the_same(control: Collectives, call: Callable[[], T]) -> T:
     """Returns the result of ``call``, which makes several collectives, with the same workers from the first to the last.
 
     If one dies in between, it is called again. It must not change what it reads.
@@ -162,7 +162,7 @@ def texts_of(transport: Transport, agreed: Future[Mapping[int, str]], what: str)
     return texts
 
 
-def check_same_call(control: Control, round_: int, factor: float, what: str, members: Members) -> list[int]:
+def check_same_call(control: Collectives, round_: int, factor: float, what: str, members: Members) -> list[int]:
     """Checks, before a collective call of the user's named ``what``, that all workers make this one, at the same round.
 
     Args:

@@ -19,7 +19,7 @@ from decent_dp.replica.consistency import among_the_same
 from decent_dp.replica.mates import Mates
 from decent_dp.replica.parameters import Parameters
 from decent_dp.replica.shards import holds_first_copy, is_sharded, local
-from decent_dp.transport import Control, Transport
+from decent_dp.transport import Collectives, Transport
 
 __all__ = ["Mean"]
 
@@ -189,7 +189,7 @@ class Mean:
         """The weights of this replica and this worker for ``average_``, if the replica counts."""
         return (counts, counts) if counts is False or self.weights is None else self.weights
 
-    def _control_of_part(self) -> Control:
+    def _control_of_part(self) -> Collectives:
         return control_of_part(self._world.control, self._replicas, self._world.rank)
 
     def _among_whole_replicas(self, call: Callable[[], T]) -> T:

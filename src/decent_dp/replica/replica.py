@@ -39,7 +39,7 @@ from decent_dp.replica.shares import describe_replica
 from decent_dp.replica.stats import Stats
 from decent_dp.replica.uneven import finish_together
 from decent_dp.topo import schedule
-from decent_dp.transport import Control, NewcomerTransport, Transport
+from decent_dp.transport import Collectives, NewcomerTransport, Transport
 
 __all__ = ["Calls", "Listener", "Replica", "Stats"]
 
@@ -508,7 +508,7 @@ class Replica(Calls, HookedModel):
         return may_differ
 
     @property
-    def survivors(self) -> Control | None:
+    def survivors(self) -> Collectives | None:
         """What a framework uses in place of the process group's collectives, which a death breaks; None: it may use those."""
         return self.world.control if self.monitor.tolerates_faults else None
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from decent_dp.transport.collectives import Collectives
 from decent_dp.transport.in_process import InProcessTransport, LocalHub, run_replicas
-from decent_dp.transport.interface import Control, ExchangeRequest, Handle, Neighbours, PeerTable, Transport
+from decent_dp.transport.interface import ExchangeRequest, Handle, Neighbours, PeerTable, Transport
 from decent_dp.transport.node_group import NodeGroup, inside_ddp, ranks_in
 from decent_dp.transport.peer_errors import is_of_network
 from decent_dp.transport.peers import Peers, Replicas
@@ -20,7 +21,7 @@ from decent_dp.transport.rendezvous import network_stack
 from decent_dp.transport.votes import ExchangeId, Verdict
 
 __all__ = [
-    "Control",
+    "Collectives",
     "ExchangeId",
     "ExchangeRequest",
     "Handle",

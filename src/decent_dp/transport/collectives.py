@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from torch import Tensor
 from decent_dp.errors import OutOfStepError, PeerLostError, PeerTimeoutError
 from decent_dp.transport.agreement import NO_ROUND, PeerView
 from decent_dp.transport.control_plane import ControlPlane
-from decent_dp.transport.interface import Control, DeferredHandle, Handle, Neighbours
 from decent_dp.transport.messages import LARGEST_FRAME
 from decent_dp.transport.tree import Tree
 
@@ -72,11 +71,20 @@ class _Call:
     failing_since: float = math.inf
 
 
-class Collectives(Control):
-    """Collectives that end with the same result on all living workers, also if some die inside.
+class Waiting(Protocol):
+    """What collectives ask and tell the other workers while they wait (``Neighbours``)."""
 
-    Each one ends with an agreement on whether all have their result. If not, the living workers make it again. ``ranks`` are
-    those that took part in the last one. Data go up and down a tree of connections that work.
+    def paused(self) -> contextlib.AbstractContextManager[None]: ...
+
+    def round_of(self, rank: int, /) -> int: ...
+
+
+class Collectives:
+    """Collectives of all workers, called by all in the same order. They end with the same result on all living workers, also
+    if some die inside; without ``faults=`` with an error.
+
+    Each one ends with an agreement on whether all have their result. If not, the living workers make it again. Data go up and
+    down a tree of connections that work.
 
     A worker that was silent for a while, or has joined, may have missed calls. Its next call is the next one of the others that
     has the same name.
@@ -92,6 +100,10 @@ class Collectives(Control):
             None: the others go on without them.
         leave: called when this worker can take part in no call any more, so that the others do not wait for it.
         neighbours: whom this worker waits for: it tells them, and waits as long as they make rounds. None: nobody is told.
+
+    Attributes:
+        ranks: of the workers that took part in the last one.
+        calls: how many calls of the user's have begun, the same number on all workers.
     """
 
     def __init__(
@@ -106,7 +118,7 @@ class Collectives(Control):
         among: tuple[int, ...] | None = None,
         explain: Callable[[list[int], str], PeerLostError] | None = None,
         leave: Callable[[], None] = lambda: None,
-        neighbours: Neighbours | None = None,
+        neighbours: Waiting | None = None,
     ) -> None:
         self._plane, self._node_of, self._timeout = plane, node_of, timeout
         self._kind, self._among, self._explain, self._leave = kind, among, explain, leave
@@ -114,7 +126,7 @@ class Collectives(Control):
         self._tree = Tree(plane, channel, timeout)
         self._all = tuple(ranks)
         self.ranks: tuple[int, ...] = self._all
-        self._call = _Call()
+        self.calls, self._call = 0, _Call()
         # Whether this worker may have missed calls: then it is the one that is wrong where calls differ.
         self._is_late = False
         # Of a process that has joined, until its first call has begun: its first round; else -1.
@@ -123,6 +135,12 @@ class Collectives(Control):
     # -- collectives --------------------------------------------------------------------------------------------------
 
     def begin(self, what: str, round_: int | None = None) -> None:
+        """A call of the user's begins, which may make several collectives.
+
+        Args:
+            what: its name.
+            round_: in which it is made. Processes whose first round is a later one take no part. None: all do.
+        """
         self.calls += 1
         self._call = _Call(what, NO_ROUND if round_ is None else round_, time.monotonic())
 
@@ -131,6 +149,10 @@ class Collectives(Control):
         self.calls, self._is_late, self._entered = calls, True, first
 
     def part(self, ranks: Collection[int]) -> Collectives:
+        """The collectives of those of these workers that took part in the last one of all, this worker among them.
+
+        All workers call it together, each for one part of them. It can be used until the next collective of all.
+        """
         if self._call.number == 0:
             self.gather(None)  # who is here?
         made, number = copy.copy(self), self._call.number
@@ -142,6 +164,7 @@ class Collectives(Control):
         return made
 
     def gather(self, message: Any) -> list[Any]:
+        """The messages of all workers, in the order of ``ranks``; they must be serializable as JSON."""
         own = json.dumps(message)
         is_small = len(own) <= min(_SMALL, _SMALL_OF_ALL // len(self._node_of))
         texts: Mapping[int, str | bytes] = self._agree("a gather", own if is_small else "")
@@ -150,6 +173,7 @@ class Collectives(Control):
         return [json.loads(texts[rank]) for rank in self.ranks]
 
     def gather_tensors(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The tensors of all workers (any number, dtypes and shapes, dense or not), on the CPU, in the order of ``ranks``."""
         host = [tensor.detach().cpu().resolve_conj().resolve_neg().contiguous() for tensor in tensors]
         kinds = self.gather([[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in host])
         kinds_of = dict(zip(self.ranks, kinds, strict=True))
@@ -158,6 +182,8 @@ class Collectives(Control):
         return [_tensors_of(found[rank], kinds_of[rank]) for rank in self.ranks]
 
     def broadcast(self, tensor: Tensor) -> None:
+        """Every worker's ``tensor`` (any dtype, dense or not) becomes that of the first of ``ranks``."""
+
         def make() -> Tensor:
             host = tensor.detach().to("cpu", copy=True).contiguous()
             self._tree.broadcast(host.reshape(-1).view(torch.uint8))
@@ -165,16 +191,15 @@ class Collectives(Control):
 
         tensor.detach().copy_(self._until_all_have_it(f"a broadcast of {tensor.nbytes} bytes", make))
 
-    def mean(self, tensor: Tensor) -> Handle:
+    def mean(self, tensor: Tensor) -> None:
+        """``tensor`` (floating point, contiguous) becomes its mean over workers. Sums are taken in float32 at least."""
+
         def make() -> Tensor:
             host = tensor.detach().to("cpu", torch.promote_types(tensor.dtype, torch.float32), copy=True)
             self._tree.mean(host.reshape(-1))
             return host
 
-        def finish() -> None:
-            tensor.detach().copy_(self._until_all_have_it(f"a mean of {tensor.nbytes} bytes", make))
-
-        return DeferredHandle(finish)
+        tensor.detach().copy_(self._until_all_have_it(f"a mean of {tensor.nbytes} bytes", make))
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from decent_dp.topo import Edge
 from decent_dp.transport.agreement import PeerView
 from decent_dp.transport.collectives import Collectives
 from decent_dp.transport.control_plane import ControlPlane
-from decent_dp.transport.interface import Control, DeferredHandle, ExchangeRequest, Handle, Neighbours, Transport
+from decent_dp.transport.interface import DeferredHandle, ExchangeRequest, Handle, Neighbours, Transport
 from decent_dp.transport.messages import Key
 from decent_dp.transport.votes import ExchangeId, Verdict
 
@@ -163,7 +163,7 @@ class InProcessTransport(Transport):
         return PeerLostError(f"worker {ranks[0]} is gone; it was needed for {what}.{self._hub.said(ranks)}")
 
     @property
-    def control(self) -> Control:
+    def control(self) -> Collectives:
         return self._control
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -19,12 +19,12 @@ from decent_dp.errors import PeerError, PeerLostError
 from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
 from decent_dp.transport.agreement import NO_ROUND
+from decent_dp.transport.collectives import Collectives
 from decent_dp.transport.control_plane import ControlPlane
 from decent_dp.transport.streams import beside
 from decent_dp.transport.votes import ExchangeId, Verdict
 
 __all__ = [
-    "Control",
     "DeferredHandle",
     "ExchangeId",
     "ExchangeRequest",
@@ -127,53 +127,6 @@ class DeferredHandle(Handle):
 
     def wait(self) -> None:
         self.flags = self._finish()
-
-
-class Control(ABC):
-    """Collectives of all workers, called by all in the same order. Where faults are tolerated: of all that live.
-
-    Attributes:
-        ranks: of the workers that took part in the last one.
-        calls: how many calls of the user's have begun, the same number on all workers.
-    """
-
-    ranks: Sequence[int]
-    calls: int = 0
-
-    def begin(self, what: str, round_: int | None = None) -> None:
-        """A call of the user's begins, which may make several collectives.
-
-        Args:
-            what: its name.
-            round_: in which it is made. Processes whose first round is a later one take no part. None: all do.
-        """
-        self.calls += 1
-
-    @abstractmethod
-    def part(self, ranks: Collection[int]) -> Control:
-        """The collectives of those of these workers that took part in the last one of all, this worker among them.
-
-        All workers call it together, each for one part of them. It can be used until the next collective of all.
-        """
-
-    @abstractmethod
-    def broadcast(self, tensor: Tensor) -> None:
-        """Every worker's ``tensor`` (any dtype, dense or not) becomes that of the first of ``ranks``."""
-
-    @abstractmethod
-    def gather(self, message: Any) -> list[Any]:
-        """The messages of all workers, in the order of ``ranks``; they must be serializable as JSON."""
-
-    @abstractmethod
-    def gather_tensors(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The tensors of all workers (any number, dtypes and shapes, dense or not), on the CPU, in the order of ``ranks``."""
-
-    @abstractmethod
-    def mean(self, tensor: Tensor) -> Handle:
-        """``tensor`` (floating point, contiguous) becomes, after the handle's ``wait``, its mean over workers.
-
-        Sums are taken in float32 at least.
-        """
 
 
 class PeerTable:
@@ -326,7 +279,7 @@ class Transport(ABC):
 
     @property
     @abstractmethod
-    def control(self) -> Control: ...
+    def control(self) -> Collectives: ...
 
     @property
     @abstractmethod

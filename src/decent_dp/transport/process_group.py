@@ -24,7 +24,7 @@ from decent_dp.transport.collectives import Collectives
 from decent_dp.transport.control_plane import ControlPlane
 from decent_dp.transport.hello import Credentials, Identity, password
 from decent_dp.transport.in_process import InProcessTransport
-from decent_dp.transport.interface import Control, ExchangeRequest, Handle, Neighbours, Transport
+from decent_dp.transport.interface import ExchangeRequest, Handle, Neighbours, Transport
 from decent_dp.transport.liveness import HolesAllowed, WireNeighbours
 from decent_dp.transport.nccl import AllReduceGroups, NcclPairs
 from decent_dp.transport.peer_errors import Notes, peer_error
@@ -167,7 +167,7 @@ class ProcessGroupTransport(Transport):
         self._notes = Notes(shared.store, shared.rank)
         self._waiter = Waiter("decent_dp-staging")
         self._communicators: dict[str, Communicator] = {}
-        self._control: Control | None = None
+        self._control: Collectives | None = None
         # Of edges, for hooks of the user's.
         self._groups: dict[tuple[int, ...], Any] = {}
         self._faults: Tolerate | None = None
@@ -241,7 +241,7 @@ class ProcessGroupTransport(Transport):
         return peer_error(error, ranks, str(what), self._notes, self.timeout)
 
     @property
-    def control(self) -> Control:
+    def control(self) -> Collectives:
         if self._control is None:
             raise RuntimeError("the transport was closed")
         return self._control
@@ -372,7 +372,6 @@ class NewcomerTransport(ProcessGroupTransport):
 
     def tolerate(self, faults: Tolerate) -> Neighbours:
         alone, neighbours = self._control, super().tolerate(faults)
-        assert isinstance(self._control, Collectives)
         self._members, self._control = self._control, alone
         return neighbours
 
@@ -389,7 +388,7 @@ class NewcomerTransport(ProcessGroupTransport):
 
         Args:
             incarnations: of the other members.
-            calls: ``Control.calls`` of one of them.
+            calls: ``Collectives.calls`` of one of them.
             first: the first round of this process.
         """
         assert self._members is not None
