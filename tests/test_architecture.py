@@ -294,7 +294,7 @@ LINES = {
     "rules": (489, 600),
     "compression": (2197, 1800),
     "optim": (1798, 1700),
-    "transport": (8710, 3200),
+    "transport": (8707, 3200),
     "engine": (981, 1000),
     "membership": (1731, 1100),
     "replica": (5691, 2500),
@@ -340,10 +340,10 @@ LARGE: dict[str, tuple[int, int]] = {
     "tools/sim/cluster.py:VirtualCluster": (18, 11),
     "tools/sim/experiment.py:Simulation": (1, 19),
     "transport/interface.py:Neighbours": (17, 0),
-    "transport/interface.py:Transport": (23, 8),
+    "transport/interface.py:Transport": (21, 8),
     "transport/liveness.py:WireNeighbours": (23, 9),
     "transport/peer_link.py:PeerLink": (14, 28),
-    "transport/process_group.py:ProcessGroupTransport": (21, 15),
+    "transport/process_group.py:ProcessGroupTransport": (20, 15),
     "transport/wire.py:Wire": (15, 27),
 }
 

@@ -185,9 +185,6 @@ class InProcessTransport(Transport):
         others = set(range(self.world_size)) - {self.rank, *self._hub.lost}
         return max((self._hub.rounds.get((self.run_id, rank), -1) for rank in others), default=-1)
 
-    def prepare(self, edges: list[Edge]) -> None:
-        return
-
     def report(self, cause: str) -> None:
         if cause:
             self._hub.causes[self.rank] = cause
