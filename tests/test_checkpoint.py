@@ -315,10 +315,10 @@ def one_does_not_come(rank: int, n: int, path: str) -> Any:
         for other in (0, 2):
             hear(f"worker {other} has failed")
     else:
-        shorten(model.replica.peers, 2)
+        shorten(model.replica.world, 2)
         began = time.monotonic()
         found = [*error_of(lambda: save(model, path)), time.monotonic() - began]
-        shorten(model.replica.peers, 60)
+        shorten(model.replica.world, 60)
         say(f"worker {rank} has failed")
     if rank == 2:
         # The one extra that cannot be saved, on one worker: the others hear of it.

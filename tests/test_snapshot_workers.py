@@ -118,7 +118,7 @@ def alone(rank: int, n: int) -> str:
         hear("the error")
         model.close()
         return ""
-    shorten(model.replica.peers, 1.0)
+    shorten(model.replica.world, 1.0)
     step_drawn(model, 1, rank)
     try:
         take(model.replica)

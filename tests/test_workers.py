@@ -486,7 +486,7 @@ def missing_peer(rank: int, n: int, topology: str) -> Any:
     if rank == 1:
         hear("the others have failed")  # alive, with nothing more to do
         os._exit(0)
-    shorten(model.replica.peers, 2)
+    shorten(model.replica.world, 2)
     try:
         for t in range(3):
             loss(model, t, rank).backward()
@@ -656,7 +656,7 @@ def alone_in_a_collective(rank: int, n: int) -> Any:
     loss(model, 0, rank).backward()
     model.replica.world.control.gather(None)
     if rank == 0:  # a habit of DDP's scripts
-        shorten(model.replica.peers, 1.5)
+        shorten(model.replica.world, 1.5)
         with (
             pytest.raises(PeerTimeoutError, match=r"not all workers called averaged: .*`if rank == 0:` inside"),
             model.averaged(),
@@ -691,7 +691,7 @@ def late_group(rank: int, n: int, how: str) -> Any:
         hear("the others have failed")
         return "slept"
     time.sleep(0.3)
-    shorten(model.replica.peers, 2)
+    shorten(model.replica.world, 2)
     try:
         loss(model, 1, rank).backward()
         loss(model, 2, rank).backward()
