@@ -191,10 +191,10 @@ def collected_in_the_links_thread(rank: int, n: int) -> tuple[bool, list[str]]:
         loss(model, t, rank).backward()
     links, owner = model.replica.world._wire, threading.current_thread()  # type: ignore[attr-defined]
     ended: list[str] = []
-    epochs: Any = SimpleNamespace(close=lambda: ended.append("epochs"))
+    epochs: Any = SimpleNamespace(keeper=SimpleNamespace(close=lambda: ended.append("epochs")))
 
     def collect() -> None:
-        shut_down(model.replica.engine, model.replica.peers, epochs, owner)
+        shut_down(model.replica.engine, model.replica.world, epochs, owner)
         ended.append("asked for")
 
     links.call(collect)

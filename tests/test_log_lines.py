@@ -13,8 +13,20 @@ import decent_dp
 from decent_dp.transport.waiter import Repeats
 from tests.faulty_link import FaultyLinks, RemoteLinks, connect_through
 from tests.helpers import assert_same, values
-from tests.test_epochs import Lines
 from tests.test_tolerate import make, step
+
+
+class Lines(logging.Handler):
+    """The lines that this worker logs from now on, at INFO and above."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[tuple[int, str]] = []
+        logging.getLogger().addHandler(self)
+        logging.getLogger("decent_dp").setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelno, record.getMessage()))
 
 
 def test_lines_double_and_begin_anew_after_a_minute():
