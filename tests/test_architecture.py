@@ -297,7 +297,7 @@ LINES = {
     "transport": (8707, 3200),
     "engine": (981, 1000),
     "membership": (1731, 1100),
-    "replica": (5691, 2500),
+    "replica": (5701, 2500),
     "backward": (746, 526),  # with _gossip and ddp 1,600
     "checkpoint": (2450, 1900),
     "launch": (932, 500),

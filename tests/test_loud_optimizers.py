@@ -222,6 +222,11 @@ class ByParameter(Sign):
         self.exp_avg = {param: torch.zeros_like(param) for param in self.every}
 
 
+class BesideItsState(ByParameter):
+    def remember(self, number: int, param: torch.Tensor) -> None:
+        self.state[param]["step"] = torch.ones(())
+
+
 class InAnAttributeList(Sign):
     def prepare(self) -> None:
         self.exp_avgs: list[Any] = []
@@ -263,6 +268,7 @@ def test_state_that_no_save_finds(wrapped):
         InAList: ("inner (SGD)", "inner (AdamW)"),
         InADict: ("inner (SGD)", "inner (AdamW)"),
         ByParameter: ("exp_avg",),
+        BesideItsState: ("exp_avg",),
         InAnAttributeList: ("exp_avgs",),
     }
     for kind, places in hidden.items():

@@ -9,7 +9,7 @@ import math
 import numbers
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -150,14 +150,15 @@ def refuse_hidden_state(optimizers: Sequence[Optimizer], model: nn.Module) -> No
         params = {names[id(param)]: param for param in params_of(optimizer) if id(param) in names}
         has_state = any(optimizer.state.get(param) for param in params.values())
         own = [key for key in vars(optimizer) if key not in _BASE_ATTRIBUTES and not key.startswith("_optimizer_")]
+        owners = {id(leaf): name for key in own for name, leaf in _by_parameter(vars(optimizer)[key], params)}
         for where, leaf in [(key, leaf) for key in own for leaf in tree_leaves(vars(optimizer)[key])]:
             found, inner = None, ""
             if isinstance(leaf, Optimizer):
                 inner = f" ({type(leaf).__name__})"
                 hidden = [param for param in leaf.state if any(id(one) not in kept for one in _tensors_in(leaf.state[param]))]
                 found = next((names[id(param)] for param in hidden if id(param) in names), None)
-            elif isinstance(leaf, Tensor) and not has_state and id(leaf) not in kept and _place(leaf) not in places:
-                found = _guess_owner(leaf, params)
+            elif isinstance(leaf, Tensor) and id(leaf) not in kept and _place(leaf) not in places:
+                found = owners.get(id(leaf)) or (None if has_state else _guess_owner(leaf, params))
             if found is not None:
                 raise ValueError(
                     f"{type(optimizer).__name__} has stepped parameter '{found}' and keeps the state of it in its attribute "
@@ -169,6 +170,15 @@ def refuse_hidden_state(optimizers: Sequence[Optimizer], model: nn.Module) -> No
 
 def _tensors_in(state: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+
+
+def _by_parameter(value: Any, params: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a dict whose keys are parameters, their ids or names, if they have the shape of theirs."""
+    keys = {key: name for name, param in params.items() for key in (name, id(param))}
+    for key, member in value.items() if isinstance(value, Mapping) else ():
+        name = keys.get(id(key) if isinstance(key, Tensor) else key)
+        if name is not None:
+            yield from ((name, tensor) for tensor in _tensors_in(member) if tensor.shape == params[name].shape)
 
 
 def _guess_owner(tensor: Tensor, params: Mapping[str, Tensor]) -> str | None:
