@@ -394,7 +394,7 @@ def test_join_waits_until_the_run_is_registered(server, living, caplog):
         transport = decent_dp.join(address_of(server), rank=1, run="exp")
     transport.close()
     timer.join()
-    (said,) = [message for message in caplog.messages if "waits" in message]
+    (said,) = [message for message in caplog.messages if "This process waits" in message]
     assert said.startswith(
         "no run of the name 'exp' is registered at this store, which knows none. This process waits for 30 s"
     )

@@ -176,9 +176,9 @@ class Saving:
         return self.path if self.done and self.error is None else None
 
     def _finish(self, error: Exception | None) -> None:
-        """The first call counts: ``Saver.closing`` may give up. It may while older checkpoints are being removed."""
+        """The first call counts: ``Saver.closing`` may give up."""
         with contextlib.suppress(futures.InvalidStateError):
-            self._over.set_result(None if self._is_complete else error)
+            self._over.set_result(error)
 
     def _raise_error(self, *, once: bool = False) -> None:
         """Raises an error that is not only about files; not again if ``once``."""
@@ -316,7 +316,8 @@ class Saver(Listener):
         for saving in in_flight:
             if not saving.done:
                 what, after = ("complete", others) if saving._written.done() else ("written: the disk hangs, or is slow", own)
-                saving._finish(PeerTimeoutError(f"{saving.path} was not {what}, {after:g} s after close()."))
+                late = PeerTimeoutError(f"{saving.path} was not {what}, {after:g} s after close().")
+                saving._finish(None if saving._is_complete else late)  # older ones may still be being removed
                 if saving.error is not None:
                     _log.warning("%s", saving.error)
         if all(saving._written.done() for saving in self._in_flight):
