@@ -294,10 +294,10 @@ LINES = {
     "rules": (489, 600),
     "compression": (2197, 1800),
     "optim": (1798, 1700),
-    "transport": (8707, 3200),
+    "transport": (8713, 3200),
     "engine": (981, 1000),
-    "membership": (1731, 1100),
-    "replica": (5701, 2500),
+    "membership": (1733, 1100),
+    "replica": (5713, 2500),
     "backward": (746, 526),  # with _gossip and ddp 1,600
     "checkpoint": (2451, 1900),
     "launch": (932, 500),

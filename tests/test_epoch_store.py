@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -398,6 +399,19 @@ def test_join_waits_until_the_run_is_registered(server, living, caplog):
     assert said.startswith(
         "no run of the name 'exp' is registered at this store, which knows none. This process waits for 30 s"
     )
+
+
+def test_each_of_those_that_look_at_the_same_time_finds_a_rank(monkeypatch):
+    store = dist.HashStore()
+    run: Any = SimpleNamespace(
+        run_id="x",
+        record=SimpleNamespace(places=4),
+        epoch=SimpleNamespace(number=3, members=(0,)),
+        ask=lambda call: call(store),
+    )
+    # They all read before the first of them writes.
+    monkeypatch.setattr(joining, "add_to", lambda store, key, more: add_to(store, key, more) if more else 0)
+    assert [joining._free_rank(run, shared=False) for _ in range(4)] == [1, 2, 3, None]
 
 
 # -- what others have written there ----------------------------------------------------------------------------------------

@@ -222,6 +222,12 @@ class ByParameter(Sign):
         self.exp_avg = {param: torch.zeros_like(param) for param in self.every}
 
 
+class HoldsItself(Sign):
+    def prepare(self) -> None:
+        self.chain: list[Any] = []
+        self.chain.append(self.chain)
+
+
 class BesideItsState(ByParameter):
     def remember(self, number: int, param: torch.Tensor) -> None:
         self.state[param]["step"] = torch.ones(())
@@ -277,7 +283,7 @@ def test_state_that_no_save_finds(wrapped):
         assert after.startswith(f"ValueError: {kind.__name__} has stepped parameter '"), (kind, after)
         assert any(f"in its attribute {place}," in after for place in places), after
         assert "gossip(model, [muon, adamw])" in after
-    for kind in (partial(torch.optim.SGD, lr=0.1), AdamW, torch.optim.Adagrad, Shared, Sign):
+    for kind in (partial(torch.optim.SGD, lr=0.1), AdamW, torch.optim.Adagrad, Shared, Sign, HoldsItself):
         assert saves(kind, wrapped) == ("", ""), kind
     before, after = saves(SaysItself, wrapped)
     assert (after == "") is not wrapped, after  # by the wrapper state is saved by parameter name

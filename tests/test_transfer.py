@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from decent_dp.replica import state_server as state_server_module
 from decent_dp.replica import transfer as transfer_module
@@ -102,6 +103,7 @@ def test_a_state_arrives_as_it_was_given():
     found = pull(donor_of(lambda request: waits.pop() if waits else giver.answer(request)), PartialState(), 5)
     assert_is(found, TREE)
     assert giver.asked == [0, copy.size]
+    assert {t.untyped_storage().nbytes() - t.nbytes for t in tree_leaves(found) if isinstance(t, torch.Tensor)} == {0}
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64, 2**17])
@@ -423,9 +425,19 @@ def test_training_goes_on_while_the_memory_for_a_copy_is_made(member, monkeypatc
     until(lambda: donor.server._memory is not None)
     boundaries = donor.boundaries
     threading.Timer(1.0, made.set).start()
-    found = donor.get(PartialState(), seconds=0.1)
+    found = donor.get(PartialState(), seconds=0.5)
     assert donor.boundaries > boundaries + 20
     assert float(found[0]) > boundaries + 20, "it is the state at the boundary at which it was copied"
+
+
+def test_who_waits_for_a_boundary_waits_as_briefly_with_memory_as_without(member):
+    donor = member()
+    donor.stop()
+    donor.ask(2, want="state", copy=None, **{"from": 0})
+    donor.server._memory = Future[HostMemory]()
+    assert donor.ask(2, want="state", copy=None, **{"from": 0})["copies"] is True
+    donor.server._memory.set_result(HostMemory())
+    assert donor.ask(2, want="state", copy=None, **{"from": 0})["copies"] is False
 
 
 def test_a_copy_without_memory_is_refused(member, monkeypatch):
@@ -455,9 +467,11 @@ def test_an_error_at_the_boundary_is_an_answer(member):
     donor.stop()
     donor.engine.counts.exchanges = 0
     assert "wait" in donor.ask(2, want="state", copy=None, **{"from": 0})
-    donor.server.reached_boundary()
-    assert "has not mixed yet" in donor.ask(2, want="state", copy=None, **{"from": 0})["refused"]
     assert "wait" in donor.ask(3, want="state", copy=None, **{"from": 0})
+    donor.server.reached_boundary()
+    for asker in (2, 3):
+        assert "has not mixed yet" in donor.ask(asker, want="state", copy=None, **{"from": 0})["refused"]
+    assert "wait" in donor.ask(4, want="state", copy=None, **{"from": 0})
 
 
 def test_a_member_that_waits_for_others_says_so_and_gives_the_rest_of_what_it_has(member):

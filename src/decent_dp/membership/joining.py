@@ -172,7 +172,7 @@ def _given_rank(run: Run, text: object) -> int:
 
 
 def _free_rank(run: Run, *, shared: bool) -> int | None:
-    """A rank that no member has; None if there is none, or another process that looks at the same time was faster.
+    """A rank that no member has; None if there is none, or others that look at the same time were faster.
 
     Args:
         shared: also one that another process has taken, as that may have ended. The members let one of them in.
@@ -181,9 +181,11 @@ def _free_rank(run: Run, *, shared: bool) -> int | None:
     def take(store: Store) -> int | None:
         keys = {rank: f"{run.run_id}/free/{run.epoch.number}/{rank}" for rank in range(run.record.places)}
         taken = {rank: add_to(store, key, 0) for rank, key in keys.items() if rank not in run.epoch.members}
-        rank = min(taken, key=lambda rank: taken[rank], default=None)
-        if rank is None or (taken[rank] and not shared):
-            return None
-        return rank if add_to(store, keys[rank], 1) == taken[rank] + 1 else None
+        for rank in sorted(taken, key=lambda rank: taken[rank]):
+            if taken[rank] and not shared:
+                break
+            if add_to(store, keys[rank], 1) == taken[rank] + 1:
+                return rank
+        return None
 
     return run.ask(take)

@@ -264,8 +264,8 @@ def _peers_of(transport: Transport, replicas: Replicas, faults: Tolerate | None)
     """Connects the workers that hold the same part of each replica, also of those that may come."""
     if replicas.shards > 1 and isinstance(transport, InProcessTransport):
         raise TypeError("an InProcessTransport connects whole replicas, and shards lie on processes: leave transport= out.")
-    (_, position), began = replicas.place_of(transport.rank), len(replicas.workers)
-    count = max(began, most_workers(faults) // replicas.shards)
+    (own, position), began = replicas.place_of(transport.rank), len(replicas.workers)
+    count = max(began, own + 1, most_workers(faults) // replicas.shards)  # settings are compared later
     return Peers(transport, [replicas.workers_of(number)[position] for number in range(count)], began)
 
 

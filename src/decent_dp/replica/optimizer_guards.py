@@ -151,7 +151,7 @@ def refuse_hidden_state(optimizers: Sequence[Optimizer], model: nn.Module) -> No
         has_state = any(optimizer.state.get(param) for param in params.values())
         own = [key for key in vars(optimizer) if key not in _BASE_ATTRIBUTES and not key.startswith("_optimizer_")]
         owners = {id(leaf): name for key in own for name, leaf in _by_parameter(vars(optimizer)[key], params)}
-        for where, leaf in [(key, leaf) for key in own for leaf in tree_leaves(vars(optimizer)[key])]:
+        for where, leaf in [(key, leaf) for key in own for leaf in _leaves_of(vars(optimizer)[key])]:
             found, inner = None, ""
             if isinstance(leaf, Optimizer):
                 inner = f" ({type(leaf).__name__})"
@@ -168,8 +168,15 @@ def refuse_hidden_state(optimizers: Sequence[Optimizer], model: nn.Module) -> No
                 )
 
 
+def _leaves_of(value: Any) -> list[Any]:
+    try:
+        return tree_leaves(value)
+    except RecursionError:  # a container that holds itself is no state
+        return []
+
+
 def _tensors_in(state: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in _leaves_of(state) if isinstance(leaf, Tensor)]
 
 
 def _by_parameter(value: Any, params: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

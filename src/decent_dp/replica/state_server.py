@@ -65,11 +65,11 @@ class StateServer(Listener):
 
     def __init__(self, replica: Replica, monitor: MembershipMonitor) -> None:
         self._replica, self._monitor = replica, monitor
-        # All are changed under the lock: when those that want a copy have asked last, memory for it, and why there is none;
+        # All are changed under the lock: when those that want a copy have asked last, memory for it, and why they get none;
         # copies by name; the seats that are wanted, and when they were last asked for.
         self._wanting: dict[Asker, float] = {}
         self._memory: Future[HostMemory] | None = None
-        self._refusal = ""
+        self._refusals: dict[Asker, str] = {}
         self._copies: dict[str, _Kept] = {}
         self._seats: dict[Asker, tuple[Seats, float]] = {}
         self._lock = threading.Lock()
@@ -95,7 +95,8 @@ class StateServer(Listener):
             if kept is not None:
                 self._copies[kept.copy.name], kept.asked = kept, self._wanting
             if kept is not None or refusal:
-                self._wanting, self._memory, self._refusal = {}, None, refusal
+                self._refusals = dict.fromkeys(self._wanting, refusal) if refusal else {}
+                self._wanting, self._memory = {}, None
 
     def _take(self) -> _Kept | None:
         """None: the memory for it is made first, which takes a while."""
@@ -135,8 +136,7 @@ class StateServer(Listener):
         now = time.monotonic()
         with self._lock:
             self._drop_old()
-            if self._refusal:
-                refusal, self._refusal = self._refusal, ""
+            if refusal := self._refusals.pop(asker, ""):
                 raise RuntimeError(refusal)
             kept = self._find(name)
             if kept is None:
@@ -145,7 +145,8 @@ class StateServer(Listener):
                 if self._monitor.neighbours.is_paused:  # there is no boundary in a call of all, or while it heals
                     raise RuntimeError("it waits for others")
                 self._wanting[asker] = now
-                return pack_message({"wait": "it is in a step", "copies": self._memory is not None})
+                makes_memory = self._memory is not None and not self._memory.done()
+                return pack_message({"wait": "it is in a step", "copies": makes_memory})
             kept.asked[asker] = now
         self._check(kept)
         size = kept.copy.size

@@ -111,9 +111,11 @@ class PartialState:
 
     def begin(self, name: str, size: int, header: int) -> None:
         """Another copy begins. ``header``: bytes of its header."""
+        if not 0 < header <= size:
+            raise ValueError(f"a header of {header} of {size} bytes")
+        self._raw = torch.empty(size, dtype=torch.uint8, device="cpu")  # first: there may not be so much memory
         self.name, self.size, self._header = name, size, header
         self.filled, self.seconds = 0, 0.0
-        self._raw = torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def add(self, data: memoryview) -> None:
         """The next bytes have come."""
@@ -134,7 +136,7 @@ class PartialState:
             for key, name, shape in header["tensors"]:
                 dtype = getattr(torch, name)  # an older version of torch lacks some
                 end = begin + math.prod(shape) * dtype.itemsize
-                tensors[key] = raw[begin:end].view(dtype).view(shape)
+                tensors[key] = raw[begin:end].view(dtype).view(shape).clone()  # a deep copy copies the whole storage
                 begin += _padded(end - begin)
             return decode(header["tree"], lambda key: tensors[key])
         except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
@@ -180,7 +182,7 @@ class Donor:
         """The answer, once the worker has it.
 
         Raises:
-            TimeoutError: it has none within so many seconds, and is not copying its state; or as of ``wait``.
+            TimeoutError: it has none within so many seconds, while it makes no memory for a copy; or as of ``wait``.
             ConnectionError: as of ``wait``.
         """
         began = time.monotonic()
@@ -189,7 +191,9 @@ class Donor:
             if "wait" not in head:
                 return head, data
             now = time.monotonic()
-            if now > began + seconds and (not head.get("copies") or now > self._deadline):
+            if head.get("copies") and now < self._deadline:
+                began = now
+            elif now > began + seconds:
                 raise TimeoutError(f"it has not answered within {now - began:.1f} s: {str(head['wait'])[:200]}")
             time.sleep(_PAUSE)
 

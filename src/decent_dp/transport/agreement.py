@@ -433,6 +433,12 @@ def _split(name: str) -> tuple[str, tuple[int, ...]]:
     return kind, tuple(map(int, numbers))
 
 
+def _rank(number: object) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"no rank: {number!r}")
+    return number
+
+
 def _unpack(message: bytes) -> tuple[str, str, tuple[int, ...] | None, frozenset[int], Any]:
     """What ``Agreements._pack`` was given. Raises ValueError if it is something else."""
     try:
@@ -442,15 +448,15 @@ def _unpack(message: bytes) -> tuple[str, str, tuple[int, ...] | None, frozenset
         if kind == _SAY:
             rank, text, *numbers, asks = content
             stands_by, round_, incarnation = map(int, numbers)
-            found = int(rank), _Statement(str(text), stands_by, round_, incarnation, bool(asks))
+            found = _rank(rank), _Statement(str(text), stands_by, round_, incarnation, bool(asks))
         elif kind == _RESULT:
             stands_by, texts = content
-            found = int(stands_by), {int(rank): str(text) for rank, text in texts}
+            found = int(stands_by), {_rank(rank): str(text) for rank, text in texts}
         elif kind == _ASK:
             asks, missing = content
-            found = bool(asks), list(map(int, missing))
+            found = bool(asks), list(map(_rank, missing))
         else:
             raise ValueError(kind)
-        return kind, name, None if among is None else tuple(map(int, among)), frozenset(map(int, sees)), found
-    except (TypeError, AttributeError, ValueError, RecursionError) as error:
+        return kind, name, None if among is None else tuple(map(_rank, among)), frozenset(map(_rank, sees)), found
+    except (TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"no message of an agreement: {message[:100]!r}") from error
