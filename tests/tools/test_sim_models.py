@@ -249,12 +249,29 @@ class Kind:
     tolerance: float = 1e-12
 
 
+class Listed(Head):
+    """Reads a parameter, or changes a buffer, that it keeps in a list, too."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
+        self.what = what
+        self.kept = [self.a.weight if what == "parameter" else self.seen]
+
+    def between(self, x: Tensor) -> Tensor:
+        if self.what == "buffer":
+            self.kept[0].add_(x.detach().mean())
+        return self.a(x) * (1 + self.kept[0].square().sum())
+
+
 def not_at_once(words: str = "") -> str:
     return f"all replicas cannot be computed in one pass .*({words}).*, pass vectorize=False"
 
 
 KINDS = {
     "mlp": Kind(mlp),
+    "parameter in a list": Kind(lambda: Listed("parameter"), not_at_once("a parameter from a list")),
+    "buffer in a list": Kind(lambda: Listed("buffer"), not_at_once(r"a buffer beside its name, in Listed\.kept")),
     # The latter with torch 2.6.
     "checkpointed": Kind(lambda: Checkpointed(False), not_at_once("saved tensor hooks|vmap over _NoopSaveInputs")),
     "checkpointed, reentrant": Kind(lambda: Checkpointed(True), not_at_once()),

@@ -310,7 +310,8 @@ class TritonLattice:
         # Two sums, and the bits of two float32: of the largest lattice number and of the largest value, both without sign.
         sums = torch.zeros(self._blocks, 4, dtype=torch.int64, device=self._device)
         flag.zero_()
-        self._tiles.bind(list(values))  # as a list: the tensors of a low-rank message are made when they are read
+        values = list(values)  # the tensors of a low-rank message are made when they are read, and live until the launch
+        self._tiles.bind(values)
         self._tiles.launch(_encode_int8, out, sums, self._steps, moved, self._noise, self._factors, messages=[out])
         with on_device(self._device):
             _write_records[self._programs()](sums, out.view(torch.float64), self._places, flag, mark, self._blocks, _LANES)

@@ -179,6 +179,8 @@ def compiled_accum_adam(lists: TensorLists, hyper: Hyperparameters) -> None:
     (TORCHINDUCTOR_CACHE_DIR) keeps the result. Without a compiler it warns, and runs the other form.
     """
     for step, alike in _split_lists(lists):
+        # Inductor takes a float64 tensor without dimensions on the CPU for a number, and does not write to it.
+        alike = TensorLists(*([each.view(1) if each.ndim == 0 else each for each in column] for column in alike))
         k, beta1, beta2 = hyper.window(step), hyper.beta1, hyper.beta2
         c, decay = math.sqrt(1 - beta2**k), hyper.lr * hyper.weight_decay
         rate = hyper.lr * c / (1 - beta1**k)

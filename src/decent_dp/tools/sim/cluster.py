@@ -38,9 +38,10 @@ class VirtualCluster:
     clipping and scalers, and share one stream of torch's random numbers, so that dropout differs from that of any real run.
 
     All replicas are computed in one pass of ``torch.func.vmap``. A model that does not allow this (its Python code depends on
-    values, it checkpoints activations, it has hooks on modules or sparse gradients, it draws random numbers in Python) gets a
-    RuntimeError; with ``vectorize=False`` its replicas are computed one after another. In one pass Python code runs once per
-    step for all replicas: a counter in a module counts steps, as a worker's would.
+    values, it checkpoints activations, it has backward hooks on modules or sparse gradients, it draws random numbers in
+    Python, it keeps parameters or buffers in lists beside their names) gets a RuntimeError; with ``vectorize=False`` its
+    replicas are computed one after another. In one pass Python code runs once per step for all replicas: a counter in a
+    module counts steps, as a worker's would.
 
     Args:
         model: the first value of all replicas, on its device; copied, never changed. Each of its modules stays in its mode

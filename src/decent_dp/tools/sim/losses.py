@@ -202,7 +202,7 @@ class VectorizedPass:
 
     Gradients are taken inside ``vmap``, so that tensors answer a model's questions (``requires_grad``) as in a training step,
     and hooks on the backward are called or refused, never skipped. ``vmap`` refuses by itself a model whose Python code depends
-    on values, that checkpoints activations, has hooks on modules or sparse gradients.
+    on values, that checkpoints activations, has backward hooks on modules or sparse gradients.
 
     Args, calls and errors as of ``Loop``, and RuntimeError for a model that cannot be computed so.
     """
@@ -210,8 +210,11 @@ class VectorizedPass:
     def __init__(self, stack: Stack, loss_fn: LOSS_FN_TYPE) -> None:
         self._stack = stack
         self._loss = _Loss(copy.deepcopy(stack.template), loss_fn)
+        self._kept_in = _kept_buffer(stack.template)
 
     def __call__(self, batch: Sequence[Tensor], scales: Tensor | None) -> Gradients:
+        if self._kept_in is not None:
+            raise _refusal(f"it keeps a buffer beside its name, in {self._kept_in}")
         with Snapshot(self._stack.buffers.values(), [self._loss]):
             python, numpy = random.getstate(), np.random.get_state()
             try:
@@ -260,8 +263,14 @@ class VectorizedPass:
         for name, value in replaced.items():
             others[name].copy_(value)
         # Of the stack's parameters, which are detached, the losses depend inside of ``grad`` only.
-        if losses.requires_grad and not gradients:
-            raise _unused_model()
+        if losses.requires_grad:
+            named = [param for param in self._loss.model.parameters() if param.requires_grad]
+            kept = torch.autograd.grad(losses.sum(), named, allow_unused=True) if named else ()
+            if any(gradient is not None for gradient in kept):
+                # ``functional_call`` exchanges what a module has by name, and no list of parameters beside it.
+                raise RuntimeError("it reads a parameter from a list, or another attribute that is no parameter")
+            if not gradients:
+                raise _unused_model()
         own = iter(self._own([param for param, is_used in zip(stack.params.values(), used, strict=True) if is_used], gradients))
         return Gradients(losses.detach(), [next(own) if is_used else None for is_used in used])
 
@@ -281,9 +290,20 @@ class VectorizedPass:
         return owned
 
 
-def _keys(state: Any) -> tuple[bytes, int]:
+def _kept_buffer(model: nn.Module) -> str | None:
+    """An attribute that holds a buffer beside its name, which ``functional_call`` does not exchange."""
+    buffers = {id(buffer) for buffer in model.buffers()}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            if name != "_buffers" and any(id(one) in buffers for one in held):
+                return f"{type(module).__name__}.{name}"
+    return None
+
+
+def _keys(state: Any) -> tuple[Any, ...]:
     """What changes when NumPy's global generator draws."""
-    return state[1].tobytes(), state[2]
+    return state[1].tobytes(), *state[2:]
 
 
 def _refusal(cause: str) -> RuntimeError:
