@@ -211,6 +211,7 @@ def check_refusals(folder: Path) -> None:
     ]:
         trainer = trainer_of(folder, **options)
         refused(lambda trainer=trainer: attach(trainer), message)
+    refused(lambda: attach(trainer_of(folder), topolgy="ring"), "TypeError: attach() has no argument 'topolgy': choose among")
     for path, value, message in [
         ("is_deepspeed_enabled", True, "ValueError: the Trainer uses DeepSpeed: it shards one model"),
         ("is_fsdp_enabled", True, "ValueError: the Trainer uses FSDP: it shards one model"),
