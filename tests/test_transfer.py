@@ -184,6 +184,12 @@ def test_refusals_and_long_waits_are_errors():
         pull(donor_of(lambda _: pack_message({"wait": "a step"})), PartialState(), 0.2)
 
 
+def test_a_donor_that_has_made_its_memory_is_waited_for_no_longer_than_others():
+    making = [pack_message({"wait": "a step", "copies": True})] * 3
+    with pytest.raises(TimeoutError, match=r"has not answered within 0\.[2-9] s: a step"):
+        pull(donor_of(lambda _: making.pop() if making else pack_message({"wait": "a step"})), PartialState(), 0.2)
+
+
 @pytest.mark.parametrize(
     ("message", "cause"),
     [
