@@ -248,6 +248,7 @@ def test_compiled_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch warns of its own code; that it fails is an error
         compare_compiled(AccumAdamW, torch.float32, 4, [(40,)])
+        compare_compiled(AccumAdamW, torch.float64, 4, [()])  # Inductor takes such a tensor for a number
 
 
 def test_without_a_compiler_it_warns_and_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
