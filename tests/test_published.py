@@ -244,7 +244,7 @@ def test_a_published_optimizer_state_is_loaded_by_name_with_our_decay(kind, capl
     ours = alone(named_model(), partial(getattr(optim, kind), lr=0.01))
     loss(ours, 0).backward()
     (optimizer,) = ours._optims
-    names = ours.replica.units[0].buffer.names
+    names = ours.replica.layout.units[0].bucket.buffer.names
     named = [(name, dict(ours.named_parameters())[name]) for name in names]
     before = [(group["weight_decay"], group["param_names"]) for group in optimizer.param_groups]
     twin = named_model()
@@ -369,7 +369,8 @@ def test_a_bucket_of_size_zero_holds_one_parameter():
     for t in range(3):
         loss(each, t).backward()
         loss(whole, t).backward()
-    assert [o.param_groups[0]["param_names"] for o in each._optims] == [[n] for n in whole.replica.units[0].buffer.names]
+    (unit,) = whole.replica.layout.units
+    assert [o.param_groups[0]["param_names"] for o in each._optims] == [[name] for name in unit.bucket.buffer.names]
     assert_same(each, whole)
 
 

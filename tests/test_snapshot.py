@@ -292,7 +292,7 @@ def test_back_to_an_earlier_update(compression, overlap):
             ends.append((losses, take(model.replica)))
             assert (model.optimizers, model._lr_schedulers) == lists
             assert model.optimizers is lists[0]
-            assert [unit.optimizer for unit in model.replica.units] == model.optimizers
+            assert [unit.optimizer for unit in model.replica.layout.units] == model.optimizers
             assert_equal(ends[-1], (through[at.rank][1][stop:], through[at.rank][2]), f"back to {stop}")
             job.train(model, [50, 51, 53, 55, 59], at.rank)
             at.control.gather(None)

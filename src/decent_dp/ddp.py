@@ -192,7 +192,7 @@ class DecentralizedDataParallel(Calls, nn.Module):
             replica.world.report(f"{type(error).__name__} in its forward of round {replica.engine.round}: {error}")
             raise
         if not inner and torch.is_grad_enabled() and not self.replica.life.closed:
-            self.replica.after_forward(output)
+            self.replica.backwards.after_forward(output)
         return output
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -242,7 +242,7 @@ class DecentralizedDataParallel(Calls, nn.Module):
         """Clears gradients, after a pending update. It is never needed, because an update leaves no gradients."""
         self.replica.apply_pending()
         self.module.zero_grad(set_to_none)
-        self.replica.discarded()
+        self.replica.backwards.discarded()
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise TypeError("the wrapper holds connections and cannot be copied: copy.deepcopy(model.module) copies the model.")
@@ -262,7 +262,8 @@ class DecentralizedDataParallel(Calls, nn.Module):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context manager in which backwards accumulate gradients; the next backward after it updates."""
-        with self.replica.pause():
+        self.replica.apply_pending()
+        with self.replica.backwards.pause():
             yield
 
     def update(self) -> None:

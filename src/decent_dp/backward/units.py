@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, SupportsIndex, TypeVar, overload
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.profiler import record_function
 
 from decent_dp.engine import Bucket, Edit
-from decent_dp.engine.layout import FlatBuffer
 from decent_dp.topo import Edge
 from decent_dp.topo.edges import EdgeOfHook
 from decent_dp.transport import Transport
@@ -24,20 +23,12 @@ T = TypeVar("T")
 
 
 class DeferredList(list[T]):
-    """A list that is empty at first; indexing it too early raises an IndexError with advice.
-
-    Args:
-        why: the text of that error.
-    """
+    """A list that is empty at first; indexing it too early raises an IndexError with the text ``why``."""
 
     def __init__(self, why: str = "", made: Iterable[T] = ()) -> None:
         super().__init__(made)
         self.why = why
 
-    @overload
-    def __getitem__(self, place: SupportsIndex) -> T: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[T]: ...
     def __getitem__(self, place: Any) -> Any:
         if not self and not isinstance(place, slice):
             raise IndexError(self.why)
@@ -51,10 +42,6 @@ class Unit:
     bucket: Bucket
     optimizer: Optimizer
     scheduler: LRScheduler | None
-
-    @property
-    def buffer(self) -> FlatBuffer:
-        return self.bucket.buffer
 
     def step(self) -> None:
         """Steps the optimizer and the scheduler."""
@@ -71,14 +58,15 @@ def edit_of(unit: Unit, transport: Transport) -> Edit | None:
         return None
 
     def edit(edge: Edge, others: list[Tensor]) -> None:
+        params = unit.bucket.buffer.params
         if edge.group is None:  # a group of the user's stays
             edge = EdgeOfHook(edge.ranks, edge.weight, partial(transport.process_group_of, edge.ranks))
         try:
-            for param, view in zip(unit.buffer.params, others, strict=True):
+            for param, view in zip(params, others, strict=True):
                 param.comm_buffer = view  # type: ignore[attr-defined]
             hook(edge, edge.weight)
         finally:
-            for param in unit.buffer.params:
+            for param in params:
                 del param.comm_buffer  # type: ignore[attr-defined]
 
     return edit
