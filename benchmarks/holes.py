@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +24,7 @@ from benchmarks.workbench import markdown, run_experiments, write
 from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup
 from decent_dp.tools.analysis import analyse, without
 from decent_dp.tools.sim import Batches, Simulation, VirtualCluster, digits, dirichlet_split
-from decent_dp.tools.sim.experiment import OPTIMIZERS, make_model
+from decent_dp.tools.sim.experiment import HIDDEN, OPTIMIZERS, make_model
 from decent_dp.topo import make_topology
 
 # All sets of this many dead are looked at, or so many random ones; of rounds that do not repeat, which take longer, a tenth.
@@ -90,7 +91,7 @@ def train(topology: str, alpha: float | None, dead: int, seed: int) -> list[dict
     factory, _ = OPTIMIZERS[s.optimizer]
     warm_up = math.ceil(0.05 * s.steps)
     schedule = partial(lr_scheduler_fn_cosine_with_warmup, t_warmup=warm_up, t_max=s.steps - warm_up)
-    model = make_model(Simulation(seed=seed), data.x.shape[1], data.classes)
+    model = make_model([data.x.shape[1], *HIDDEN, data.classes], seed)
     cluster = VirtualCluster(model, partial(factory, lr=s.lr), topology, s.n, lr_scheduler_fn=schedule)
     batches = Batches(dirichlet_split(data.y.numpy(), s.n, alpha, seed), s.batch, seed)
     found = []
@@ -130,8 +131,8 @@ def learning(out: Path, seeds: Sequence[int]) -> None:
         ]
         for line in lines
     ]
-    used = ("data", "n", "steps", "batch", "lr", "optimizer", "schedule", "hidden")
-    settings = {key: value for key, value in LEARNING.to_json().items() if key in used}
+    used = ("n", "steps", "batch", "lr", "optimizer")
+    settings = {key: value for key, value in asdict(LEARNING).items() if key in used}
     settings |= {"dead_from": LEARNING.steps // 3, "measured_every": MEASURED, "seeds": list(seeds)}
     write(out, "holes-learning", lines, settings, markdown(headings, rows))
     plot(out / "holes-learning.png", lines)

@@ -33,8 +33,8 @@ import torch
 
 from benchmarks.workbench import markdown, write
 from decent_dp.faults import Tolerate
-from decent_dp.tools.sim import Batches, Simulation, VirtualCluster, digits, dirichlet_split
-from decent_dp.tools.sim.experiment import make_model
+from decent_dp.tools.sim import Batches, VirtualCluster, digits, dirichlet_split
+from decent_dp.tools.sim.experiment import HIDDEN, make_model
 from decent_dp.topo import Edge, Topology, make_topology
 from decent_dp.transport.lateness import _SHARE
 from decent_dp.transport.liveness import _COMING, _STEPS
@@ -283,7 +283,7 @@ def loss_of_mean(run: VirtualTime, since: float, until: float, seed: int) -> flo
                 present[round_].add(i)
     rounds = sorted(present)
     edges = [{pair for pair in run.mixed.get(round_, set()) if present[round_].issuperset(pair)} for round_ in rounds]
-    model = make_model(Simulation(seed=seed), data.x.shape[1], data.classes)
+    model = make_model([data.x.shape[1], *HIDDEN, data.classes], seed)
     optimizer = partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM)
     cluster = VirtualCluster(model, optimizer, Recorded(n, edges), n, overlap=False)
     batches = Batches(dirichlet_split(data.y.numpy(), n, None, seed), BATCH, seed)

@@ -17,7 +17,7 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -237,7 +237,7 @@ def uneven_data(out: Path, seeds: Sequence[int]) -> None:
         ]
         untracked = (line for line in own.values() if line["optimizer"] != "gossip-adamw")  # with tracking it is twice as much
         rows.append([name, f"{lines_bytes(untracked) / 1e3:.1f}", *cells])
-    settings_json = {"simulation": UNEVEN.to_json(), "rates": RATES, "seeds": list(seeds)}
+    settings_json = {"simulation": asdict(UNEVEN), "rates": RATES, "seeds": list(seeds)}
     write(out, "uneven-data", lines, settings_json, markdown(headings, rows))
 
 
@@ -262,7 +262,7 @@ def workers(out: Path, seeds: Sequence[int]) -> None:
     parts = [("accuracy of the mean model", "accuracy", ".1%"), ("accuracy of the worst replica", "worst_accuracy", ".1%")]
     parts += [("consensus distance", "consensus_distance", ".1e")]
     rows = [[f"{name}: {words}", *row(name, key, form)] for words, key, form in parts for name in SCALED]
-    settings_json = {"simulation": base.to_json(), "samples_per_step": SAMPLES_PER_STEP, "seeds": list(seeds)}
+    settings_json = {"simulation": asdict(base), "samples_per_step": SAMPLES_PER_STEP, "seeds": list(seeds)}
     write(out, "workers", lines, settings_json, markdown(headings, rows))
 
     def points(key: str) -> dict[str, list[tuple[float, float]]]:

@@ -187,12 +187,12 @@ def test_defaults_change_nothing(workers, tmp_path, some):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_default_dtype_changes_no_simulation(dtype):
-    settings = Simulation(n=4, steps=4, eval_every=2, hidden=(8,), batch=8, optimizer="accum-adamw", compression="int8")
-    expected = run(settings)
+    settings = Simulation(n=4, steps=4, eval_every=2, batch=8, optimizer="accum-adamw", compression="int8")
+    expected = run(settings, hidden=(8,))
     digits.cache_clear()
     torch.set_default_dtype(dtype)
     try:
-        found = run(settings)
+        found = run(settings, hidden=(8,))
     finally:
         torch.set_default_dtype(torch.float32)
         digits.cache_clear()

@@ -158,4 +158,4 @@ def test_all_samples_in_one_batch_equals_ddp() -> None:
     """The mean gradient over n batches of one size is the gradient over all of them."""
     alone = workbench.one_worker(workbench.UNEVEN)
     assert (alone.n, alone.batch, alone.alpha) == (1, workbench.UNEVEN.n * workbench.UNEVEN.batch, None)
-    assert (alone.steps, alone.seed, alone.schedule) == (500, workbench.UNEVEN.seed, workbench.UNEVEN.schedule)
+    assert (alone.steps, alone.seed) == (500, workbench.UNEVEN.seed)

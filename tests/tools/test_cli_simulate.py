@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,9 @@ def test_simulate_runs_what_was_typed(cli: Cli) -> None:
             topology="base-2", n=6, alpha=0.3, steps=20, batch=4, lr=0.05, optimizer="momentum", mix_every=2,
             compression="bfloat16", overlap=False, momentum_tracking=True, seed=3, eval_every=2,
         )
-    ).to_json()  # fmt: skip
-    assert {**found, "seconds": 0} == {**expected, "seconds": 0, "diverged": None}
+    )  # fmt: skip
+    form = {"format": "decent_dp-simulation-1", "diverged": None}
+    assert {**found, "seconds": 0} == json.loads(json.dumps({**form, **asdict(expected), "seconds": 0}))
     assert [row["step"] for row in found["rows"]] == list(range(2, 21, 2))
 
 
@@ -44,7 +46,6 @@ def test_simulate_on_a_gpu_that_is_not_there(cli: Cli, monkeypatch: pytest.Monke
     out, err, code = cli.all(RUN, "--device", "cuda")
     assert (out, code, err.count("\n")) == ("", 2, 1)
     assert "device 'cuda' needs a GPU" in err
-    assert "device must be 'cpu', 'cuda', or a GPU by its number" in cli.all(RUN, "--device", "gpu")[1]
 
 
 @pytest.mark.parametrize("columns", ["40", pytest.param("80", marks=pytest.mark.slow)])

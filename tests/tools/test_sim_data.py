@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -18,7 +17,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup, optim_fn_adamw
-from decent_dp.tools.sim import Batches, Result, Row, Simulation, VirtualCluster, digits, dirichlet_split, experiment, run
+from decent_dp.tools.sim import (
+    Batches,
+    Experiment,
+    Result,
+    Simulation,
+    VirtualCluster,
+    digits,
+    dirichlet_split,
+    experiment,
+    run,
+)
 
 # -- the split -------------------------------------------------------------------------------------------------------------
 
@@ -71,13 +80,6 @@ def test_the_smallest_and_the_largest_alpha():
         split = dirichlet_split(labels, 5, alpha, seed=1)
         assert all(np.bincount(labels[indices], minlength=5).min() > 0 for indices in split)
     assert [x.tolist() for x in dirichlet_split(labels, 5, 1e-200)] == [x.tolist() for x in dirichlet_split(labels, 5, 5e-324)]
-
-
-def test_another_seed_is_another_split():
-    labels = np.arange(40) % 4
-    for alpha in (None, 0.5):
-        one, other = (dirichlet_split(labels, 4, alpha, seed) for seed in (0, 1))
-        assert any(not np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -144,46 +146,25 @@ def test_missing_scikit_learn_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     digits.cache_clear()
     with pytest.raises(ImportError, match=r"pip install -e '\.\[sim\]'"):
-        run(Simulation(steps=1))
+        run(Simulation())
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run():
-    simulation = Simulation(n=6, topology="ring", steps=25, eval_every=10, alpha=0.5, lr=0.01, hidden=(32,), seed=4)
-    seen: list[Row] = []
-    torch.manual_seed(9)
-    result = run(simulation, seen.append)
-    assert torch.initial_seed() == 9
-    assert float(torch.rand(1)) == float(torch.rand(1, generator=torch.Generator().manual_seed(9)))  # nobody else's were drawn
-    assert [row.step for row in result.rows] == [10, 20, 25]
-    assert seen == result.rows
-    assert result.last == seen[-1]
-    assert result.parameters == 64 * 32 + 32 + 32 * 10 + 10
-    assert result.samples == (1437 // 6, 1437 // 6 + 1)
-    assert result.last.bytes_sent == 25 * 6 * 4 * result.parameters
-    assert all(0 <= row.worst_accuracy <= row.accuracy + 0.1 <= 1.1 for row in result.rows)
-    assert result.rows[0].loss > result.rows[-1].loss
-    found = json.loads(json.dumps(result.to_json()))
-    assert found["simulation"]["topology"] == "ring"
-    assert [Row(**row) for row in found["rows"]] == result.rows
-    assert Simulation(**{**found["simulation"], "hidden": tuple(found["simulation"]["hidden"])}) == simulation
-    assert run(simulation).rows == result.rows
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
 def test_every_row_by_hand(optimizer):
     """Each worker's batches from its share, the schedule, the means since the row before: all with this run's one seed."""
-    simulation = Simulation(
-        n=4, topology="ring", steps=45, eval_every=20, alpha=0.3, batch=8, hidden=(16,), seed=3, optimizer=optimizer
-    )
+    simulation = Simulation(n=4, topology="ring", steps=45, eval_every=20, alpha=0.3, batch=8, seed=3, optimizer=optimizer)
+    torch.manual_seed(9)
+    result = run(simulation, hidden=(16,))
+    # Nobody else's numbers were drawn.
+    assert float(torch.rand(1)) == float(torch.rand(1, generator=torch.Generator().manual_seed(9)))
     data = digits()
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
     adamw = partial(optim_fn_adamw, lr=2e-3, weight_decay=0.1)
     cluster = VirtualCluster(
-        model,
+        nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10)),
         adamw if optimizer == "adamw" else partial(torch.optim.SGD, lr=0.02, momentum=0.9),
         "ring",
         4,
@@ -204,54 +185,31 @@ def test_every_row_by_hand(optimizer):
         distance = float((flat - flat.mean(0)).square().sum(1).mean().sqrt())
         rows.append([step, float(np.mean(losses)), distance, right[0], min(right[1:]), step * 4 * 4 * 2 * flat.shape[1] // 2])
         losses = []
-    result = run(simulation)
     assert [list(asdict(row).values()) for row in result.rows] == [pytest.approx(row, rel=1e-5) for row in rows]
+    assert (result.last, result.parameters) == (result.rows[-1], flat.shape[1])
     assert result.samples == (min(map(len, shards)), max(map(len, shards)))
+    assert run(simulation, hidden=(16,)).rows == result.rows
 
 
-def test_a_run_that_diverges_is_still_json():
-    result = run(Simulation(n=2, steps=3, eval_every=1, hidden=(4,), lr=1e30, optimizer="sgd"))
-    assert not math.isfinite(result.last.loss)
-    found = json.loads(json.dumps(result.to_json(), allow_nan=False))
-    assert found["rows"][-1]["loss"] is None
-    assert found["rows"][-1]["consensus_distance"] is None
-    assert found["rows"][0]["loss"] == result.rows[0].loss
-    assert found["simulation"]["lr"] == 1e30
-
-
-def test_settings_may_be_numbers_of_numpy():
-    simulation = Simulation(
-        n=np.int64(4),
-        lr=np.float32(0.25),
-        alpha=np.float64(0.5),
-        grad_clip_norm=np.float16(2),
-        seed=np.uint64(3),
-    )
-    assert simulation == Simulation(n=4, lr=0.25, alpha=0.5, grad_clip_norm=2.0, seed=3)
-    assert json.loads(json.dumps(simulation.to_json())) == simulation.to_json()
-
-
-def test_a_run_is_what_its_settings_say():
-    """By hand: each worker's batches, the mean over its replicas."""
-    base: dict[str, Any] = {"n": 4, "steps": 6, "eval_every": 6, "hidden": (8,), "batch": 8, "schedule": "constant"}
+def test_every_setting_has_an_effect():
+    base = {"n": 4, "steps": 6, "eval_every": 6, "batch": 8}
     found: dict[str, Result] = {}
     for name, changed in {
         "plain": {},
         "synchronous": {"overlap": False},
         "rarely": {"mix_every": 3},
         "int8": {"compression": "int8"},
-        "clipped": {"grad_clip_norm": 0.01, "optimizer": "sgd"},
         "sgd": {"optimizer": "sgd"},
         "momentum": {"optimizer": "momentum"},
+        "tracked": {"optimizer": "momentum", "momentum_tracking": True},
         "accum": {"optimizer": "accum-adamw"},
         "slow": {"lr": 1e-5},
-        "cosine": {"schedule": "cosine"},
         "skewed": {"alpha": 0.1},
         "nodes": {"topology": "alternating-exp-ring", "local_world_size": 2},
         "switched": {"topology": "complete:3,ring"},
         "seed": {"seed": 1},
     }.items():
-        found[name] = run(Simulation(**{**base, **changed}))
+        found[name] = run(Simulation(**{**base, **changed}), hidden=(8,))
     losses = [result.last.loss for result in found.values()]
     assert len(set(losses)) == len(losses)
     assert found["rarely"].last.bytes_sent == found["plain"].last.bytes_sent / 3
@@ -259,49 +217,35 @@ def test_a_run_is_what_its_settings_say():
     assert found["slow"].last.loss > found["plain"].last.loss
 
 
-REFUSED = [
-    ({"n": 0}, "n must be a whole number, at least 1, got 0"),
-    ({"n": 6}, "needs a power of two workers"),
-    ({"n": 2.0}, "n must be a whole number, at least 1, got 2.0"),
-    ({"eval_every": 0}, "eval_every must be a whole number, at least 1"),
-    ({"mix_every": -1}, "mix_every must be a whole number, at least 1, got -1"),
-    ({"topology": "alternating-exp-ring", "local_world_size": 3}, "does not divide"),
-    ({"seed": -1}, "seed must be a whole number, at least 0, got -1"),
-    ({"overlap": "no"}, "overlap must be True or False, got 'no'"),
-    ({"data": "digit"}, "data must be 'digits', got 'digit': did you mean 'digits'?"),
-    ({"optimizer": "adamv"}, "did you mean 'adamw'?"),
-    ({"schedule": "cosin"}, "did you mean 'cosine'?"),
-    ({"compression": "bfloat61"}, "did you mean 'bfloat16'?"),
-    ({"topology": "base2"}, "did you mean 'base-2'"),
-    ({"alpha": 0}, "alpha must be positive"),
-    ({"alpha": "even"}, "alpha must be a positive number, or None for an even split, got 'even'"),
-    ({"lr": 0}, "lr must be a positive learning rate, got 0"),
-    ({"lr": math.nan}, "lr must be a positive learning rate, got nan"),
-    ({"grad_clip_norm": -0.5}, "grad_clip_norm must be 0.0"),
-    ({"hidden": (32, 0)}, "a width of hidden must be a whole number, at least 1, got 0"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "message"), REFUSED)
-def test_wrong_settings_are_refused_in_one_line(wrong, message):
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"n": 0}, "at least 1, got 0"),
+        ({"n": 6}, "needs a power of two workers"),
+        ({"n": 2048}, "1437 samples are too few for 2048 workers"),
+        ({"batch": 0}, "the samples per batch, must be a whole number, at least 1, got 0"),
+        ({"steps": 2.5}, "steps must be a whole number, at least 1, got 2.5"),
+        ({"eval_every": 0}, "eval_every must be a whole number, at least 1"),
+        ({"mix_every": -1}, "mix_every must be a whole number, at least 1, got -1"),
+        ({"topology": "alternating-exp-ring", "local_world_size": 3}, "does not divide"),
+        ({"seed": -1}, "seed must be a whole number, at least 0, got -1"),
+        ({"overlap": "no"}, "overlap must be True or False, got 'no'"),
+        ({"optimizer": "adamv"}, "did you mean 'adamw'?"),
+        ({"momentum_tracking": True}, "and it is 'adamw'"),
+        ({"compression": "bfloat61"}, "did you mean 'bfloat16'?"),
+        ({"alpha": 0}, "alpha must be positive"),
+        ({"lr": math.nan}, "lr must be a positive learning rate, got nan"),
+        ({"device": "gpu"}, "device must be 'cpu', 'cuda', or a GPU by its number such as 'cuda:1', got 'gpu'"),
+        ({"device": "cuda:3"}, "device 'cuda:3' needs a GPU, and torch"),
+    ],
+)
+def test_wrong_settings_are_refused_in_one_line(monkeypatch, wrong, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises((ValueError, TypeError)) as caught:
-        Simulation(**wrong)
+        Experiment(Simulation(**wrong))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["gpu", "cuda:x"])
-def test_a_device_that_is_none(name):
-    with pytest.raises(ValueError, match=f"device must be 'cpu', 'cuda', .* got '{name}'"):
-        run(Simulation(n=2, steps=1, device=name))
-
-
-def test_more_workers_than_samples_are_refused():
-    with pytest.raises(ValueError, match="1437 samples are too few for 2048 workers"):
-        run(Simulation(n=2048, steps=1))
-
-
-# -- size ------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_of_a_small_model_takes_one_thread(monkeypatch):
@@ -310,41 +254,30 @@ def test_a_run_of_a_small_model_takes_one_thread(monkeypatch):
     monkeypatch.setattr(VirtualCluster, "step", lambda *args: (seen.append(torch.get_num_threads()), step(*args))[1])
     torch.set_num_threads(2)
     try:
-        run(Simulation(n=2, steps=1, hidden=(256, 256)))
-        run(Simulation(n=2, steps=1, hidden=(512, 256)))
-        with pytest.raises(ZeroDivisionError):
-            run(Simulation(n=2, steps=1, hidden=(4,)), on_row=lambda row: 1 / 0)
+        for hidden in ((256, 256), (512, 256)):
+            run(Simulation(n=2, steps=1), hidden=hidden)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
-    assert seen == [1, 2, 1]
-
-
-@pytest.mark.parametrize("name", ["cuda", "cuda:3"])
-def test_a_gpu_that_is_not_there(monkeypatch, name):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: name == "cuda:3")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match=rf"device '{name}' needs a GPU, and torch .* sees {2 * (name == 'cuda:3')} here"):
-        run(Simulation(n=2, steps=1, device=name))
+    assert seen == [1, 2]
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        {},
-        {"optimizer": "gossip-adamw", "momentum_tracking": True, "grad_clip_norm": 1.0},
+        {"optimizer": "gossip-adamw", "momentum_tracking": True},
         {"optimizer": "accum-adamw", "compression": "int8", "mix_every": 2},
         {"optimizer": "momentum", "compression": "bfloat16", "topology": "complete", "overlap": False},
     ],
 )
 def test_no_tensor_of_a_run_is_on_the_default_device(changed):
     """Where it has no values here: a tensor on it would be an error, as one on the CPU would be in a run on a GPU."""
-    settings = Simulation(**{"n": 4, "steps": 4, "eval_every": 2, "hidden": (8,), "batch": 8, **changed})
-    expected = run(settings)
+    settings = Simulation(**{"n": 4, "steps": 4, "eval_every": 2, "batch": 8, **changed})
+    expected = run(settings, hidden=(8,))
     digits.cache_clear()
     torch.set_default_device("meta")
     try:
-        found = run(settings)
+        found = run(settings, hidden=(8,))
     finally:
         torch.set_default_device(None)
     assert found.rows == expected.rows
@@ -366,7 +299,7 @@ def test_a_run_puts_all_of_it_on_its_device(monkeypatch):
     monkeypatch.setattr(experiment, "VirtualCluster", Cluster)
     monkeypatch.setattr(experiment, "find_device", lambda name: torch.device("meta"))
     with pytest.raises(ZeroDivisionError):
-        run(Simulation(n=2, steps=1, hidden=(4,), optimizer="sgd", device="cuda:7"))
+        run(Simulation(n=2, steps=1, optimizer="sgd", device="cuda:7"))
     assert seen == {"meta"}
 
 

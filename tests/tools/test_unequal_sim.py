@@ -16,8 +16,8 @@ import torch
 
 from benchmarks import unequal_sim
 from benchmarks.unequal_sim import BATCH, LR, MOMENTUM, VirtualTime, figures, loss_of_mean, partners_of
-from decent_dp.tools.sim import Batches, Simulation, VirtualCluster, digits, dirichlet_split
-from decent_dp.tools.sim.experiment import make_model
+from decent_dp.tools.sim import Batches, VirtualCluster, digits, dirichlet_split
+from decent_dp.tools.sim.experiment import HIDDEN, make_model
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -91,7 +91,7 @@ def test_equal_speeds_learn_as_the_cluster_does() -> None:
     n, steps, data = 4, 6, digits()
     run = VirtualTime(partners_of("base-2", n), lambda i: 1.0, tolerates=True)
     run.run(steps + 1.5)  # the last exchange of the window has ended
-    model = make_model(Simulation(seed=0), data.x.shape[1], data.classes)
+    model = make_model([data.x.shape[1], *HIDDEN, data.classes], 0)
     cluster = VirtualCluster(model, partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM), "base-2", n, overlap=False)
     batches = Batches(dirichlet_split(data.y.numpy(), n, None, 0), BATCH, 0)
     for t in range(steps):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from decent_dp.tools.sim.cluster import VirtualCluster
 from decent_dp.tools.sim.datasets import Batches, Data, digits, dirichlet_split
-from decent_dp.tools.sim.experiment import Result, Row, Simulation, run
+from decent_dp.tools.sim.experiment import Experiment, Result, Row, Simulation, run
 
 __all__ = [
     "Batches",
     "Data",
+    "Experiment",
     "Result",
     "Row",
     "Simulation",
