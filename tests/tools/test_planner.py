@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -20,7 +18,7 @@ from decent_dp.tools.planner import Choice, Cluster, Job, Link, candidates, left
 from decent_dp.tools.planner.prediction import make_timing
 from decent_dp.tools.planner.steps import all_reduce_steps, exchange_steps
 from decent_dp.tools.planner.traffic import buckets_of, collective, make_rounds
-from decent_dp.topo import Edge, Topology, TopologyReg, make_topology
+from decent_dp.topo import Edge, Topology, make_topology
 from decent_dp.transport.groups import find_place
 
 FREE = Link(0.0, math.inf)
@@ -33,7 +31,8 @@ def job(params: float = 10e6, compute_ms: float = 90.0, optimizer_ms: float = 0.
 
 
 def cluster(n: int, local: int = 1, rate: float = math.inf, inside: float = math.inf, **rest: Any) -> Cluster:
-    return Cluster(n, local, Link(0.0, rate), Link(0.0, inside), **rest)
+    alpha, beta = rest.pop("inter_s", 0.0), rest.pop("intra_s", 0.0)
+    return Cluster(n, local, Link(alpha, rate), Link(beta, inside), **rest)
 
 
 # -- closed forms ------------------------------------------------------------------------------------------------------
@@ -144,12 +143,6 @@ def test_flows_share_a_nodes_link_and_all_its_ports() -> None:
     assert predict(cluster(8, 4, rate=40e6, ports=8, flow_ports=2), job(), choice).step_ms == pytest.approx(500, rel=0.01)
 
 
-def test_links_inside_a_node_limit_a_worker_each() -> None:
-    found = predict(cluster(4, 4, inside=40e6), job(), OPE)
-    assert found.step_ms == pytest.approx(1000, rel=0.01)
-    assert found.limit == "links inside a node"
-
-
 @pytest.mark.parametrize(("name", "n", "rests"), [("ring", 6, 0), ("ring", 5, 1), ("base-2", 6, 1), ("base-2", 5, 2)])
 def test_an_idle_worker_waits_for_more_than_one_exchange(name: str, n: int, rests: int) -> None:
     """The mean is an exchange. After r rounds in a row without a peer a step takes r + 1 exchanges less r computations; but all
@@ -258,18 +251,6 @@ def test_trees_send_what_the_transport_sends(local: int, ranks: Any) -> None:
     assert out == pytest.approx({rank: count / pieces for rank, count in inside.items()})
 
 
-def test_bytes_are_those_of_the_analysis() -> None:
-    from decent_dp.tools.analysis import analyse
-
-    made = cluster(16, 4, rate=1e9)
-    for name in TopologyReg.registry:
-        if name in left_out(made) or name == "random-matching":
-            continue
-        topology = TopologyReg.registry[name]
-        told = analyse(topology(4, world_size=16, rank=0), payload=40e6).sent_by_node  # type: ignore[call-arg]
-        assert predict(made, job(), Choice("decent_dp", name)).node_bytes == pytest.approx(told), name
-
-
 def test_a_collectives_bytes_by_backend() -> None:
     for backend, how, nodes, copies in (
         ("gloo", "ring", 2, 1.75), ("nccl", "nccl", 2, 1.0), ("nccl", "nccl", 4, 1.875), ("gloo", "tree", 4, 1.5),
@@ -297,20 +278,6 @@ def test_more_bandwidth_is_never_slower(name: str | None, local: int, rate: floa
     )
     # The order in a queue may change: a few thousandths.
     assert fast <= slow * 1.005
-
-
-def test_the_seed_decides() -> None:
-    made, work = cluster(8, 2, rate=400e6), job(jitter=0.1)
-    for choice in (Choice("ddp"), OPE):
-        first, again, other = (predict(made, work, choice, seed=seed) for seed in (1, 1, 2))
-        assert first == again
-        assert first.step_ms != other.step_ms
-
-
-def test_jitter_hurts_ddp_more_than_pairs() -> None:
-    made, work = cluster(32), job(jitter=0.1)
-    ddp, pairs = (predict(made, work, choice, steps=60).step_ms for choice in (Choice("ddp"), OPE))
-    assert 90 < pairs < ddp
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -367,28 +334,6 @@ def test_other_sizes_of_bucket_are_listed_where_they_matter() -> None:
     assert all(abs(p.step_ms / usual[p.name] - 1) > 0.01 for p in found if p.choice.bucket_mb != 25)
 
 
-def test_a_composition_is_judged_by_its_last_part() -> None:
-    made = cluster(8, rate=400e6)
-    found, last = (predict(made, job(), Choice("decent_dp", name)) for name in ("complete:500,one-peer-exp", "one-peer-exp"))
-    assert found.node_bytes == last.node_bytes
-    assert found.step_ms == pytest.approx(last.step_ms, rel=0.01)
-
-
-def test_mixing_every_other_step_halves_the_bytes() -> None:
-    topology = TopologyReg.registry["one-peer-exp"](1, world_size=8, rank=0)  # type: ignore[call-arg]
-    found = predict(cluster(8, rate=400e6), job(), Choice("decent_dp", topology.every(2)))
-    assert found.node_bytes == 20e6
-
-
-def test_needs_no_torch() -> None:
-    code = (
-        "import sys; from decent_dp.tools.planner import *; "
-        "plan(Cluster(4, 2, Link(0, 1e9), Link(0, 1e9)), Job.of_step(1e6, 10)); assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 LINK, NAN = Link(0, 1e9), float("nan")
@@ -398,40 +343,26 @@ LINK, NAN = Link(0, 1e9), float("nan")
     ("make", "said"),
     [
         (lambda: Link(-1e-6, 1e9), "latency_s must be seconds, .* got -1e-06"),
-        (lambda: Link(math.inf, 1e9), "latency_s .* got inf"),
         (lambda: Link(0, 0), "bytes_per_s must be bytes per second, at least 1, .* got 0"),
-        (lambda: Link(0, NAN), "bytes_per_s .* got nan"),
         (lambda: Link(0, "25gbit"), "bytes_per_s .* got '25gbit'"),  # type: ignore[arg-type]
         (lambda: Link.of_gbit(0), "gbit must be Gbit/s .* got 0"),
-        (lambda: Cluster(0, 1, LINK, LINK), "world_size must be a whole number, at least 1, got 0"),
         (lambda: Cluster(8, 3, LINK, LINK), "local_world_size=3 does not divide world_size=8"),
-        (lambda: Cluster(4.0, 1, LINK, LINK), "world_size .* got 4.0"),  # type: ignore[arg-type]
         (lambda: Cluster(8, 2, 25.0, LINK), "inter must be a Link, got 25.0: write Link"),  # type: ignore[arg-type]
         (lambda: Cluster(8, 2, LINK, LINK, backend="mpi"), "backend must be 'gloo' or 'nccl', got 'mpi'"),
         (lambda: Cluster(8, 2, LINK, LINK, flow_ports=2), "flow_ports=2 is more than ports=1"),
         (lambda: Job(0, 1, 1), "params must be .* above 0, .* got 0"),
-        (lambda: Job(1e6, -1, 1), "forward_ms must be milliseconds, at least 0, got -1"),
         (lambda: Job(1e6, 0, 0), "are all 0: give the milliseconds"),
         (lambda: Job(1e6, 1, 1, jitter=1.5), "jitter must be .* below 1 .* got 1.5"),
-        (lambda: Job.of_step(1e6, 0), "step_ms must be .* above 0, got 0"),
         (lambda: Job.of_step(1e6, 5, optimizer_ms=6), "optimizer_ms=6 is more than step_ms=5"),
-        (lambda: Job.of_step(1e6, 1, width=0), "width must be the hidden size .* got 0"),
         (lambda: Choice("theirs"), "kind must be 'ddp', 'hsdp', 'fsdp', 'decent_dp' or 'push', got 'theirs'"),
         (lambda: Choice("decent_dp"), "topology must be a name or a Topology, got None"),
         (lambda: Choice("ddp", "ring"), "topology='ring' is for kind='decent_dp' only, got kind='ddp'"),
-        (lambda: Choice("ddp", mix_every=2), "mix_every=2 is for kind='decent_dp' only"),
-        (lambda: Choice("ddp", replica="node"), "replica='node' is for kind='decent_dp' only"),
-        (lambda: Choice("decent_dp", "ring", mix_every=0), "mix_every must be a whole number, at least 1, got 0"),
         (lambda: Choice("decent_dp", "ring", replica="host"), "replica must be 'worker' or 'node', got 'host'"),
         (lambda: Choice("decent_dp", "ring", "int4"), "Choice: compression must be None .*, got 'int4'"),
-        (lambda: Choice("decent_dp", "ring", "low-rank:0"), "compression='low-rank:R' sends projections of rank R"),
-        (lambda: Choice("decent_dp", "ring", ["int8"]), "compression must be None .*, got \\['int8'\\]"),  # type: ignore[arg-type]
         (lambda: Choice("ddp", bucket_mb=0), "bucket_mb must be MiB above 0, .* got 0"),
-        (lambda: predict(cluster(4), job(), OPE, steps=2.5), "steps must be a whole number, at least 1, got 2.5"),  # type: ignore[arg-type]
         (lambda: predict(cluster(4), job(), OPE, seed=-1), "seed must be a whole number, at least 0, got -1"),
         (lambda: predict(cluster(4, rate=1.0), job(params=1e12), OPE), "a step would take years: 1e\\+12 parameters"),
         (lambda: predict(cluster(4, 4), job(), replace(OPE, replica="node")), "several workers each, got world_size=4"),
-        (lambda: predict(cluster(4), job(), Choice("hsdp")), "several have several workers each"),
         (lambda: predict(cluster(4), job(), Choice("fsdp")), "fsdp does not fit a model that is not sharded"),
         (lambda: predict(cluster(4, 2), job(sharded=True), OPE), "does not fit a model that is sharded: take replica='node'"),
         (lambda: predict(cluster(4), job(), Choice("decent_dp", "rong")), "unknown topology 'rong': did you mean 'ring'"),

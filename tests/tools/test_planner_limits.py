@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass, field, replace
@@ -25,27 +24,14 @@ from decent_dp.tools.planner import (
     predict,
     ranking,
     same_rounds,
-    traffic,
 )
 from decent_dp.tools.planner.prediction import make_timing
-from decent_dp.tools.planner.traffic import buckets_of, collective, make_rounds
+from decent_dp.tools.planner.traffic import collective, make_rounds
 from decent_dp.topo import Edge, SwitchTopology, Topology, make_topology
 from decent_dp.topo.schedule import title_of
 from decent_dp.transport.groups import find_place
 from decent_dp.transport.process_group import ProcessGroupTransport
-from tests.tools.test_planner import coding
-
-MIB = 2**20
-OPE = Choice("decent_dp", "one-peer-exp")
-
-
-def job(params: float = 10e6, compute_ms: float = 90.0, optimizer_ms: float = 0.0, jitter: float = 0.0, **rest: Any) -> Job:
-    return replace(Job.of_step(params, compute_ms, optimizer_ms=optimizer_ms, jitter=jitter), **rest)
-
-
-def cluster(n: int, local: int = 1, rate: float = math.inf, inside: float = math.inf, **rest: Any) -> Cluster:
-    alpha, beta = rest.pop("inter_s", 0.0), rest.pop("intra_s", 0.0)
-    return Cluster(n, local, Link(alpha, rate), Link(beta, inside), **rest)
+from tests.tools.test_planner import MIB, OPE, cluster, coding, job
 
 
 def topology(name: str, n: int, local: int = 1) -> Topology:
@@ -172,16 +158,6 @@ def test_every_bucket_of_ddp_has_its_latency() -> None:
     assert f"{count} buckets x 6.0 ms" in found.reason
 
 
-@pytest.mark.parametrize("name", ["one-peer-exp", "complete"])
-def test_merged_buckets_agree_with_all_of_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, work, choice = cluster(8, 2, rate=60e9, inter_s=0.05), job(params=300e6), Choice("decent_dp", name)
-    some = predict(made, work, choice)
-    monkeypatch.setattr(traffic, "_MOST_BUCKETS", 200)
-    assert len(buckets_of(work, choice)) > 40
-    assert some.step_ms == pytest.approx(predict(made, work, choice).step_ms, rel=0.03)
-    assert some.step_ms > 1.2 * predict(replace(made, inter=Link(0, 60e9)), work, choice).step_ms
-
-
 # -- jitter ------------------------------------------------------------------------------------------------------------
 
 
@@ -235,19 +211,6 @@ def test_a_composition_mixes_as_its_last_part() -> None:
     many = plan(cluster(16), job(), [Choice("decent_dp", topology("random-matching", 16).every(20))])
     assert many[0].mixing == pytest.approx(random ** (1 / 20))
     assert predict(cluster(8), job(), Choice("ddp")).mixing == 0
-
-
-def test_a_name_and_its_json_say_which_choice_it_is() -> None:
-    ring = topology("ring", 8)
-    given: list[Any] = [(ring.every(2),), (ring.every(8),), (ring.every(2), None, 7.0), (ring.every(2), None, 25.0, 3.0)]
-    choices = [*(Choice("decent_dp", *one) for one in [*given, ("complete:9,ring", "int8")]), Choice("ddp")]
-    assert choices[0].name == "RingTopology, every 2 updates"
-    assert choices[0].name != choices[1].name
-    shown = [predict(cluster(8), job(), choice).as_dict() for choice in choices]
-    keys = ("kind", "topology", "compression", "bucket_mb", "extra_ms")
-    assert len({tuple(row[key] for key in keys) for row in shown}) == len(choices)
-    assert [row["topology"] for row in shown[3:]] == ["RingTopology, every 2 updates", "complete:9,ring", None]
-    assert json.loads(json.dumps(shown)) == shown
 
 
 # -- NCCL and what it does not take ------------------------------------------------------------------------------------

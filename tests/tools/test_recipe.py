@@ -120,17 +120,3 @@ def test_the_estimated_bytes_of_a_transformer(d, blocks, name):
         sent += sum(chunk.payload for chunk in made.chunks)
     estimated = Choice("decent_dp", "base-2", name).message_bytes(Job.of_step(params, 1, width=d))
     assert estimated == pytest.approx(sent / 2, rel=0.08)
-
-
-def test_without_a_width_it_is_estimated_from_the_parameters():
-    known, guessed = (Job.of_step(124e6, 1, width=width).numbers_sent(8) for width in (768, None))
-    assert guessed == pytest.approx(known, rel=0.2)
-
-
-def test_turns_send_a_part_in_each_step():
-    made, job = cluster(5), Job.of_step(10e6, 1000)
-    whole, part = (predict(made, job, Choice("decent_dp", "base-2", "int8", mix_every=h)) for h in (1, 10))
-    assert part.node_bytes == pytest.approx(whole.node_bytes / 10)
-    assert whole.step_ms == pytest.approx(16_000, rel=0.05)
-    assert part.step_ms == pytest.approx(1600, rel=0.1)
-    assert part.name == "base-2, int8, every 10"

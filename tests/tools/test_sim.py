@@ -117,43 +117,6 @@ def test_an_edit_between_steps_lives():
 # -- one pass and the loop -------------------------------------------------------------------------------------------------
 
 
-def test_an_error_of_the_users_leaves_the_replicas_as_they_were():
-    for vectorize in (True, False):
-        cluster = VirtualCluster(net(), SGD, "ring", 4, vectorize=vectorize)
-        x, y = batch(4)
-        before = values(cluster)
-        with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|[Ee]xpected size"):
-            cluster.step(x[..., :5], y)
-        assert cluster.round == 0
-        assert_close(values(cluster), before, 0.0)
-        cluster.step(x, y)
-        assert cluster.vectorized is vectorize
-
-
-class Counting(nn.Module):
-    """Puts another tensor in its buffer's place at every forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(6, 3).double()
-        self.register_buffer("seen", torch.zeros(6, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = self.seen + x.mean(0)
-        return self.out(x)
-
-
-@pytest.mark.parametrize("vectorize", [True, False])
-def test_a_buffer_that_is_replaced_is_kept(vectorize):
-    cluster = VirtualCluster(Counting(), SGD, "ring", 4, vectorize=vectorize)
-    for t in range(3):
-        cluster.step(*batch(4, t))
-        cluster.buffers["seen"][2] += 10.0  # an edit lives, too
-    want = sum(batch(4, t)[0].mean(1) for t in range(3))
-    want[2] += 30.0
-    torch.testing.assert_close(cluster.buffers["seen"], want, rtol=0, atol=1e-12)
-
-
 class Added(nn.Module):
     """Autograd gives one tensor as the gradient of both parameters, and an expanded one for the third."""
 
@@ -270,15 +233,6 @@ def test_other_optimizers_are_made_once_per_replica():
     assert len(trained(net(), optim_fn_adamw).optimizers) == 1  # the hooks of this library's factories are known
 
 
-def test_schedules_are_stepped_with_the_optimizer():
-    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.1)
-    for vectorize in (True, False):
-        cluster = trained(net(), SGD, steps=3, lr_scheduler_fn=schedule, vectorize=vectorize)
-        rates = [optimizer.param_groups[0]["lr"] for optimizer in cluster.optimizers]
-        assert rates == pytest.approx([0.01] * len(rates))
-        assert len(cluster.lr_schedulers) == len(rates) == (1 if vectorize else 4)
-
-
 def test_a_replica_without_gradients_takes_no_step():
     def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
         return nn.functional.cross_entropy(model(x), y) if float(x[0, 0]) > 0 else x.sum() * 0
@@ -392,46 +346,21 @@ def hooked_optimizer(named: Any) -> Any:
     return optimizer
 
 
-def frozen() -> nn.Module:
-    return net().requires_grad_(False)
-
-
+# What the library's own checks find is theirs to test; one of each is here.
 REFUSED = [
-    ({"n": 0}, ValueError, "n, the number of workers, must be a whole number, at least 1, got 0"),
     ({"n": 2.5}, TypeError, "n, the number of workers, must be a whole number, at least 1, got 2.5"),
     ({"n": 6, "topology": "one-peer-exp"}, ValueError, "needs a power of two workers"),
-    ({"topology": "rign"}, ValueError, "did you mean 'ring'"),
-    ({"local_world_size": 0}, ValueError, "local_world_size must be a whole number, at least 1, got 0"),
     ({"mix_every": 0}, ValueError, "mix_every must be a whole number, at least 1, got 0"),
     ({"compression": "int9"}, ValueError, "did you mean 'int8'"),
     ({"grad_clip_norm": -1}, ValueError, "grad_clip_norm must be 0.0 .no clipping. or a positive norm, got -1"),
-    ({"grad_clip_norm": "1"}, TypeError, "grad_clip_norm must be"),
     ({"scaler": 65536.0}, TypeError, "scaler must be a torch.GradScaler or None, got 65536.0"),
     ({"vectorize": "yes"}, TypeError, "vectorize must be True or False, got 'yes'"),
-    ({"overlap": "no"}, TypeError, "overlap must be True or False, got 'no'"),
-    (
-        {"topology": Uneven(1, world_size=6, rank=0)},
-        ValueError,
-        "Uneven, was built for world_size=6, rank=0, but is used with world_size=4, rank=0: make it with these",
-    ),
-    (
-        {"topology": Uneven(1, world_size=6, rank=2), "n": 6},
-        ValueError,
-        "world_size=6, rank=2, but is used with world_size=6, rank=0",
-    ),
+    ({"topology": Uneven(1, world_size=6, rank=2), "n": 6}, ValueError, "is used with world_size=6, rank=0"),
     ({"loss_fn": 3}, TypeError, "loss_fn must be a function"),
-    ({"model": 3}, TypeError, "model must be a torch.nn.Module, got int"),
-    ({"model": frozen()}, ValueError, "no trainable parameters"),
-    ({"model": nn.ParameterList([torch.ones(1, dtype=torch.complex64)])}, ValueError, "parameter '0' is torch.complex64"),
-    ({"model": nn.LazyLinear(3)}, ValueError, "'weight' has no values yet"),
-    ({"optim_fn": 3}, TypeError, "optim_fn must be a function"),
-    ({"optim_fn": SGD(net().parameters())}, TypeError, "optim_fn must make an optimizer and is one, SGD"),
+    ({"model": net().requires_grad_(False)}, ValueError, "no trainable parameters"),
     ({"optim_fn": lambda named: None}, TypeError, "Is a `return` missing"),
-    ({"optim_fn": lambda named: SGD([p for _, p in named[1:]])}, ValueError, "leaves out parameter '0.weight'"),
-    ({"optim_fn": lambda named: SGD([*(p for _, p in named), nn.Parameter(torch.ones(1))])}, ValueError, "1 parameters that"),
     ({"optim_fn": hooked_optimizer}, TypeError, "pre_average_hook"),
     ({"lr_scheduler_fn": lambda optimizer: None}, TypeError, "lr_scheduler_fn must return .* Is a `return` missing"),
-    ({"lr_scheduler_fn": torch.optim.lr_scheduler.ReduceLROnPlateau}, TypeError, "ReduceLROnPlateau, which waits"),
 ]
 
 

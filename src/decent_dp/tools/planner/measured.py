@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from pathlib import Path
-from statistics import median, median_high
-from typing import Any, NoReturn
+from statistics import median_high
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 __all__ = ["FORMAT", "read_measured"]
 
@@ -22,71 +24,53 @@ def read_measured(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: see ``Cluster.from_measured``.
     """
-
-    def refuse(why: str) -> NoReturn:
-        raise ValueError(f"{path}: {why}; measure again: torchrun ... -m decent_dp doctor --out FILE")
-
     try:
-        data: Any = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        text = Path(path).read_text(encoding="utf-8-sig")
+        return _summarize(json.loads(text))
     except OSError as error:
-        refuse(f"cannot be read ({error.strerror or type(error).__name__})")
+        why = f"cannot be read ({error.strerror or type(error).__name__})"
     except (ValueError, RecursionError) as error:
-        refuse(f"is no JSON ({str(error).splitlines()[0]})")
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        refuse(f"is not the doctor's: format must be {FORMAT!r}, got {found!r}")
-    n, nodes = data.get("world_size"), data.get("nodes")
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        refuse(f"world_size must be a whole number of at least 1, got {n!r}")
-    if not isinstance(nodes, list) or len(nodes) != n or not all(type(node) is int for node in nodes):
-        refuse(f"nodes must hold the node number of each of the {n} workers")
-    local = next(iter(Counter(nodes).values()))
-    first = list(dict.fromkeys(nodes))
-    if nodes != [first[rank // local] for rank in range(n) if rank // local < len(first)] or n % local:
-        refuse("nodes must have equally many workers each, with ranks one after another")
-    try:
-        latency = _matrix(data, "latency_us", n, 0.0, 1e9)
-        rate = _matrix(data, "mbit_s", n, 1e-3, 1e9)
-    except ValueError as error:
-        refuse(str(error))
+        why = str(error).splitlines()[0]
+    except (KeyError, TypeError, AttributeError, OverflowError, IndexError) as error:
+        why = f"is not what the doctor writes ({type(error).__name__}: {error})"
+    raise ValueError(f"{path}: {why}; measure again: torchrun ... -m decent_dp doctor --out FILE")
+
+
+def _summarize(data: dict[str, Any]) -> dict[str, Any]:
+    if data.get("format") != FORMAT:
+        raise ValueError(f"is not the doctor's: format must be {FORMAT!r}, got {data.get('format')!r}")
+    nodes: list[int] = data["nodes"]
+    n, local = len(nodes), nodes.count(nodes[0])
+    node = np.arange(n) // local
+    if n % local or nodes != [nodes[local * k] for k in node]:
+        raise ValueError("nodes must have equally many workers each, with ranks one after another")
+    latency, rate = _matrix(data, "latency_us", n, 0.0), _matrix(data, "mbit_s", n, 1e-3)
+    across = node[:, None] != node
+    inside = ~across & ~np.eye(n, dtype=bool)
+    # A link that does not exist cannot limit.
+    found: dict[str, Any] = {"inter": (0.0, math.inf), "intra": (0.0, math.inf)}
+    if inside.any():
+        found["intra"] = float(1e-6 * np.median(latency[inside])), float(np.median(rate[inside]) * 1e6 / 8)
+    if across.any():
+        both = np.where(across, np.minimum(rate, rate.T), 0.0)
+        best = [float(both[node == k].max()) for k in range(n // local)]
+        # The upper of the two in the middle: if half of the nodes are slow, the others are the usual ones.
+        usual, least = median_high(best), min(best)
+        between = least if usual > _SLOW * least else usual
+        found["inter"] = float(1e-6 * np.median(latency[across])), between * 1e6 / 8
     # The doctor may write a backend per kind of device.
     backend = "nccl" if "nccl" in str(data.get("backend")) else "gloo"
-    return {**_summarize(n, local, latency, rate), "backend": backend}
+    return {"world_size": n, "local_world_size": local, **found, "backend": backend}
 
 
-def _matrix(data: dict[str, Any], name: str, n: int, least: float, most: float) -> list[list[float]]:
-    rows = data.get(name)
-    if not isinstance(rows, list) or len(rows) != n or not all(isinstance(row, list) and len(row) == n for row in rows):
+def _matrix(data: dict[str, Any], name: str, n: int, least: float) -> npt.NDArray[np.float64]:
+    """Of n x n numbers, with null on the diagonal."""
+    values: npt.NDArray[np.float64] = np.array(data[name], dtype=np.float64)  # null becomes NaN
+    if values.shape != (n, n):
         raise ValueError(f"{name} must be a matrix of {n} x {n} numbers")
-    for i, row in enumerate(rows):
-        for j, value in enumerate(row):
-            if i == j:
-                continue
-            if value is None:
-                raise ValueError(f"worker {i} does not reach worker {j} ({name}[{i}][{j}] is null): mend that first")
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            # A range: JSON has integers that no float can hold.
-            if not number or not least <= value <= most:
-                raise ValueError(f"{name}[{i}][{j}] must be a number from {least:g} to {most:g}, got {str(value)[:30]}")
-    return rows
-
-
-def _summarize(n: int, local: int, latency: list[list[float]], rate: list[list[float]]) -> dict[str, Any]:
-    pairs = [(i, j) for i in range(n) for j in range(n) if i != j]
-    inside = [(i, j) for i, j in pairs if i // local == j // local]
-    across = [(i, j) for i, j in pairs if i // local != j // local]
-
-    def middle(matrix: list[list[float]], some: list[tuple[int, int]]) -> float:
-        return median(matrix[i][j] for i, j in some)
-
-    best: dict[int, float] = {}
-    for i, j in across:
-        both = min(rate[i][j], rate[j][i])
-        best[i // local] = max(best.get(i // local, 0.0), both)
-    # The upper of the two in the middle: if half of the nodes are slow, the others are the usual ones.
-    usual, least = (median_high(best.values()), min(best.values())) if best else (math.inf, math.inf)
-    between = least if usual > _SLOW * least else usual
-    # A link that does not exist cannot limit.
-    inter = (1e-6 * middle(latency, across), between * 1e6 / 8) if across else (0.0, math.inf)
-    intra = (1e-6 * middle(latency, inside), middle(rate, inside) * 1e6 / 8) if inside else (0.0, math.inf)
-    return {"world_size": n, "local_world_size": local, "inter": inter, "intra": intra}
+    wrong = ~((values >= least) & (values <= 1e9)) & ~np.eye(n, dtype=bool)
+    for i, j in np.argwhere(wrong):
+        if math.isnan(values[i, j]):
+            raise ValueError(f"worker {i} does not reach worker {j} ({name}[{i}][{j}] is null): mend that first")
+        raise ValueError(f"{name}[{i}][{j}] must be a number from {least:g} to 1e+09, got {values[i, j]:g}")
+    return values
