@@ -337,7 +337,7 @@ _MAKING = threading.Lock()
 
 
 def write_resize(options: argparse.Namespace) -> None:
-    from decent_dp.tools.plots import plot_training
+    from examples.curves import plot_training
 
     rows = resize()
     out = options.out or ROOT / "docs" / "results"

@@ -32,7 +32,7 @@ except ImportError:
     needs = "The comparison needs rich and scikit-learn; in the clone of the repository: pip install -e '.[demo]'"
     raise SystemExit(needs) from None
 
-from decent_dp.tools.plots import TrainingRow, plot_training
+from examples.curves import TrainingRow, plot_training
 
 ROOT = Path(__file__).resolve().parents[1]
 BASELINE = "PyTorch DDP"

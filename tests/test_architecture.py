@@ -303,7 +303,7 @@ LINES = {
     "launch": (932, 500),
     "logging": (667, 350),
     "integrations": (1834, 1200),
-    "tools": (6294, 4500),
+    "tools": (6150, 4500),
 }
 
 
@@ -337,7 +337,6 @@ LARGE: dict[str, tuple[int, int]] = {
     "integrations/lightning.py:GossipStrategy": (22, 9),
     "replica/replica.py:Replica": (22, 29),
     "tools/sim/cluster.py:VirtualCluster": (18, 11),
-    "tools/sim/experiment.py:Simulation": (1, 19),
     "transport/interface.py:Neighbours": (17, 0),
     "transport/interface.py:Transport": (21, 8),
     "transport/liveness.py:WireNeighbours": (23, 9),

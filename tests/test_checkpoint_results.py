@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import checkpoint
-from decent_dp.tools.plots import plot_training
+from examples.curves import plot_training
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "lab" / "checkpoint.md"

@@ -1,11 +1,11 @@
-"""Figures from rows of numbers. Needs matplotlib, which is imported when a figure is made: ``pip install -e '.[plots]'``."""
+"""Figures of topologies, and what figures have in common. Needs matplotlib, imported when a figure is made (extra [plots])."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from decent_dp._checks import install_hint
 
@@ -16,33 +16,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COLOURS",
-    "TrainingRow",
+    "draw_curve",
     "figure_class",
+    "finish_curves",
     "new_figure",
     "plot_topology",
-    "plot_training",
     "written",
 ]
 
 
-class TrainingRow(TypedDict):
-    """One step of one run.
-
-    ``panel`` groups the runs of one pair of axes (by optimizer, say), and ``run`` is the name of the run. ``loss`` is the mean
-    over workers; ``consensus_distance`` is None at steps where it was not measured.
-    """
-
-    panel: str
-    run: str
-    step: int
-    loss: float
-    consensus_distance: float | None
-
-
 # Okabe and Ito's colours, which colour-blind readers can distinguish, without the pale yellow. The first is for the baseline.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-# Dashes show runs that lie on each other. Offset and dashes, in points.
-_DASHES: tuple[Any, ...] = ("-", "-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 
 
 def figure_class() -> type[Figure]:
@@ -70,84 +54,25 @@ def written(figure: Figure, path: str | Path | None, title: str = "") -> Figure:
     return figure
 
 
-def plot_training(
-    rows: Sequence[TrainingRow],
-    path: str | Path | None = None,
-    *,
-    title: str = "",
-    window: int = 1,
-    marks: Sequence[int] = (),
-) -> Figure:
-    """Training loss and consensus distance against steps, both on a log scale: a row of two axes for each panel.
-
-    Args:
-        rows: in any order. Values that a log scale cannot show (0, not finite) are left out, and so are runs without any, as
-            DDP's consensus distance.
-        path: the file of the figure, if it is to be written; the suffix is the format ('.png').
-        title: above the figure.
-        window: each point of a loss curve is the mean of this many rows; the last window may be shorter.
-        marks: steps after which something happened to the runs: thin upright lines.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: there are no rows, or ``window`` is less than 1.
-    """
-    if not rows:
-        raise ValueError("there are no rows to plot")
-    if window < 1:
-        raise ValueError(f"window must be at least 1, got {window}")
-    panels = list(dict.fromkeys(row["panel"] for row in rows))
-    runs = list(dict.fromkeys(row["run"] for row in rows))
-    figure = new_figure(10, 1.3 + 2.9 * len(panels))
-    axes = figure.subplots(len(panels), 2, sharex=True, squeeze=False)
-    for (left, right), panel in zip(axes, panels, strict=True):
-        for index, run in enumerate(runs):
-            own = sorted((row for row in rows if (row["panel"], row["run"]) == (panel, run)), key=lambda row: row["step"])
-            style = {**_style(index), "linewidth": 1.6}
-            _draw(left, _means([(row["step"], row["loss"]) for row in own], window), style)
-            distances = [(row["step"], row["consensus_distance"]) for row in own]
-            _draw(right, distances, style)
-        _finish(left, panel, "training loss, mean over workers")
-        _finish(right, panel, "consensus distance")
-        for axis in (left, right):
-            for mark in marks:
-                axis.axvline(mark + 0.5, color="0.6", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
-    for axis in axes[-1]:
-        axis.set_xlabel("step")
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], linewidth=2, label=run, **_style(index)) for index, run in enumerate(runs)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)), frameon=False, handlelength=3)
-    return written(figure, path, title)
-
-
-def _means(points: Sequence[tuple[int, float]], window: int) -> list[tuple[float, float]]:
-    """The mean step and the mean value of each window."""
-    parts = [points[start : start + window] for start in range(0, len(points), window)]
-    return [(sum(step for step, _ in part) / len(part), sum(value for _, value in part) / len(part)) for part in parts]
-
-
-def _draw(axis: Any, points: Sequence[tuple[float, float | None]], style: dict[str, Any]) -> None:
+def draw_curve(axis: Any, points: Sequence[tuple[float, float | None]], style: dict[str, Any]) -> None:
+    """Draws the points that a log scale can show."""
     shown = [(step, value) for step, value in points if value is not None and 0 < value < float("inf")]
     if shown:
         axis.plot([step for step, _ in shown], [value for _, value in shown], **style)
 
 
-def _finish(axis: Any, panel: str, what: str) -> None:
+def finish_curves(axis: Any, title: str) -> None:
+    """The title, and a log scale for what was drawn."""
     # A log scale needs data.
     if axis.lines:
         axis.set_yscale("log")
     else:
         axis.text(0.5, 0.5, "nothing to show", transform=axis.transAxes, ha="center", va="center", color="0.5")
         axis.set_yticks([])
-    axis.set_title(f"{what} ({panel})" if panel else what, loc="left", fontsize=10)
+    axis.set_title(title, loc="left", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(True, color="0.9", linewidth=0.6)
     axis.set_axisbelow(True)
-
-
-def _style(index: int) -> dict[str, Any]:
-    return {"color": COLOURS[index % len(COLOURS)], "linestyle": _DASHES[index % len(_DASHES)]}
 
 
 # -- topologies ------------------------------------------------------------------------------------------------------------
@@ -172,7 +97,8 @@ def plot_topology(
     Args:
         rounds: the edges of each round; the first 12 are drawn.
         errors: the consensus error after 0, 1, … rounds, relative to the start.
-        path, title: as of `plot_training`.
+        path: the file of the figure, if it is to be written; the suffix is the format ('.png').
+        title: above the figure.
         local_world_size: workers per node.
         epsilon: an error to mark with a line; the curve ends at a thousandth of it.
 
@@ -200,13 +126,13 @@ def plot_topology(
     parts[0].supxlabel(f"{key}; surface: a group; hollow: idle{more}", fontsize=8.5)
     axis = parts[1].subplots()
     # An exact mean, whose error is zero or rounding, leads out of the axes.
-    _draw(
+    draw_curve(
         axis,
         [(t, max(error, 1e-9 * epsilon)) for t, error in enumerate(errors)],
         {"color": COLOURS[1], "marker": "o", "markersize": 3},
     )
     axis.axhline(epsilon, color="0.6", linewidth=1, linestyle=(0, (4, 3)))
-    _finish(axis, "", "consensus error, relative to the start")
+    finish_curves(axis, "consensus error, relative to the start")
     axis.set_ylim(1e-3 * epsilon, 1.6)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_xlabel("round")
