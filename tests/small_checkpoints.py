@@ -47,7 +47,8 @@ def save(path: Path, round_: int, run: str = "run", keep: int = 2) -> str:
     _, sight = folder.look(path)
     complete = folder.complete([sight])
     folder.claim(path, run, 0, may_take_over=True)
-    folder.remove(path, [other for other in sight.steps if other not in complete])
+    for other in sight.steps.keys() - complete:
+        folder.remove(path / other)
     write(folder.make_folder(path / name), round_)
     folder.write_latest(path, name, 0)
     folder.prune(path, name, {name, *complete}, keep, set(folder.steps_in(path)))

@@ -299,7 +299,7 @@ LINES = {
     "membership": (1733, 1100),
     "replica": (5713, 2500),
     "backward": (745, 526),  # with _gossip and ddp 1,600
-    "checkpoint": (2451, 1900),
+    "checkpoint": (2389, 1900),
     "launch": (932, 500),
     "logging": (667, 350),
     "integrations": (1834, 1200),

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -154,24 +153,13 @@ def _with_little_room(path: Path) -> list[str]:
 def test_a_full_disk_is_an_oserror_and_leaves_nothing(tmp_path):
     name = save(tmp_path, 0)
     big, small, text = _in_child(_with_little_room, tmp_path)
-    assert big == f"EFBIG worker-0000.safetensors.tmp {os.strerror(errno.EFBIG)}"
+    assert "worker-0000.safetensors.tmp" in big
+    assert os.strerror(errno.EFBIG) in big
     assert small == "fine"
     assert text.startswith("EFBIG")
     assert names_in(tmp_path / "step") == {"worker-0001.safetensors"}
     assert (tmp_path / "latest").read_text() == f"{name}\n"
     assert names_in(tmp_path) == {"latest", "run", "step", name}
-
-
-@pytest.mark.parametrize(("text", "number"), [("I/O error: No space left (os error 28)", errno.ENOSPC), ("odd", errno.EIO)])
-def test_errors_of_safetensors_become_oserrors(tmp_path, monkeypatch, text, number):
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise safetensors.SafetensorError(text)
-
-    monkeypatch.setattr(files, "save_file", full)
-    with pytest.raises(OSError, match=r"worker-0000\.safetensors") as caught:
-        write_shard(tmp_path, ANY, {}, "{}")
-    assert caught.value.errno == number
-    assert names_in(tmp_path) == set()
 
 
 def test_a_folder_that_is_gone_or_no_folder(tmp_path):

@@ -49,8 +49,7 @@ def test_names_are_in_the_order_of_attempts_and_saves(tmp_path):
 
 def sight(latest_names: str | None = None, only: str | None = None, **steps: Any) -> Sight:
     named = {f"step-00000001-0-{key[1:]}-abcdef-of-3": value for key, value in steps.items()}
-    hint = None if latest_names is None else f"step-00000001-0-{latest_names[1:]}-abcdef-of-3"
-    return Sight(only, named, latest_names is not None, hint)
+    return Sight(only, named, None if latest_names is None else f"step-00000001-0-{latest_names[1:]}-abcdef-of-3")
 
 
 WHOLE_OF_3 = (3, [0, 1, 2])
@@ -90,7 +89,7 @@ def test_which_one_is_loaded(tmp_path, sights, outcome):
 def test_a_hint_changes_nothing(tmp_path):
     old, new = save(tmp_path, 1), save(tmp_path, 2)
     _, before = look(tmp_path)
-    assert (complete([before]), before.hint) == ([new, old], new)
+    assert (complete([before]), before.latest) == ([new, old], new)
     hint = tmp_path / "latest"
     gone = "step-00000009-0-9-abcdef-of-2\n"
     for content in ("", "\n", old, "../../etc\n", b"\xff", "x" * 5000, "best", f"{old}\n{new}\n", gone):
@@ -267,7 +266,7 @@ def test_all_workers_remove_a_failed_save_at_the_same_time(tmp_path, caplog):
 
     def discard(name: str) -> None:
         start.wait(20)
-        remove(tmp_path, [name])
+        remove(tmp_path / name)
 
     for round_ in range(20):
         name = step_name(round_, 0, round_, "run", 2)
@@ -302,7 +301,8 @@ def save_third(path: Path) -> None:
     whole, lacking = complete([found]), found.steps.keys() - complete([found])
     make_folder(path)
     claim(path, "third", 0, may_take_over=True)
-    remove(path, lacking)
+    for other in lacking:
+        remove(path / other)
     write(make_folder(path / name), 3)
     folder.write_latest(path, name, 0)
     prune(path, name, {name, *whole}, 2, {name, *whole, *lacking})
@@ -314,7 +314,8 @@ def save_fourth(path: Path) -> str:
     whole, lacking = complete([found]), found.steps.keys() - complete([found])
     name = step_name(4, folder.attempt_of([found]), 0, "fourth", 2)
     claim(path, "fourth", 0, may_take_over=True)
-    remove(path, lacking)
+    for other in lacking:
+        remove(path / other)
     write(make_folder(path / name), 4)
     folder.write_latest(path, name, 0)
     prune(path, name, {name, *whole}, 2, {name, *whole, *lacking})

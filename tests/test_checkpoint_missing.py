@@ -77,8 +77,7 @@ def test_a_file_of_another_kind_says_what_reads_it(tmp_path, path):
         kind, text = error_of(look)
         assert kind == "CheckpointError"
         assert f"{tmp_path / path} cannot be read: it is not a folder of checkpoints" in text
-        reader = "safetensors.torch.load_file(path)" if path.endswith("safetensors") else "torch.load(path, weights_only=True)"
-        assert f"model.load_state_dict({reader})" in text
+        assert "model.load_state_dict(safetensors.torch.load_file(path)), or of torch.load(path, weights_only=True)" in text
     model.close()
 
 
@@ -106,7 +105,7 @@ def test_a_first_save_that_was_killed_is_a_fresh_start(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EIO])
-@pytest.mark.parametrize("what", ["latest", shard_name(0), "saved"])
+@pytest.mark.parametrize("what", [shard_name(0), "saved"])
 def test_an_unreadable_folder_is_no_fresh_start(tmp_path, monkeypatch, number, what):
     model, root = alone(net()), tmp_path / "saved"
     for t in range(3):

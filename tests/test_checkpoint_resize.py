@@ -450,16 +450,16 @@ def test_one_tensor_of_one_worker_at_a_time(tmp_path, monkeypatch):
 def test_parameters_that_do_not_fit_are_named(tmp_path):
     good = state(parameters={"w": torch.ones(2)})
     for bad, message in [
-        (state(parameters={"w": torch.ones(3)}), "parameter 'w' has another shape or dtype"),
-        (state(parameters={"w": torch.ones(2, dtype=torch.float64)}), "parameter 'w' has another shape or dtype"),
-        (state(parameters={}), "it has no parameter 'w'"),
-        (state(parameters={"w": 3}), "it has no parameter 'w'"),
+        (state(parameters={"w": torch.ones(3)}), "parameter 'w' has different shapes or dtypes"),
+        (state(parameters={"w": torch.ones(2, dtype=torch.float64)}), "parameter 'w' has different shapes or dtypes"),
+        (state(parameters={}), "parameter 'w' is not in all files"),
+        (state(parameters={"w": 3}), "parameter 'w' is not in all files"),
         ({"snapshot": [], "state": {}}, "its tree is not the state of a worker"),
         ([1], "its tree is not the state of a worker"),
         ({"snapshot": {"parameters": {}}, "state": {}}, "its tree is not the state of a worker"),
         *((state(parameters={"w": torch.ones(2)}, weight=w), "its tree is not the state of a worker") for w in (0.0, "2", inf)),
     ]:
-        with saved(tmp_path, [good, bad]) as readers, pytest.raises(CheckpointError, match="worker-0001") as caught:
+        with saved(tmp_path, [good, bad]) as readers, pytest.raises(CheckpointError, match=str(tmp_path)) as caught:
             combined(readers)
         assert message in str(caught.value)
 

@@ -72,7 +72,7 @@ def export(model: Trained, path: str | Path, *, loader: Iterable[Any] | None = N
             replica.mates.wait_for_whole_replicas()
             first = replica.replicas.workers_of(min(replica.replicas.whole(control.ranks)))
             writes = replica.world.rank == min(first)
-            state = call_on_all(control, partial(_state, replica, gathers=replica.world.rank in first, keep=writes))
+            state = call_on_all(control, partial(_whole_state, replica, gathers=replica.world.rank in first, keep=writes))
             call_on_all(control, partial(_write, state, file) if writes else lambda: None)
             written = set(first) <= set(control.ranks)  # else one died before it said that it had
     return file
@@ -217,27 +217,23 @@ def _average_buffers(replica: Replica) -> None:
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
-def _state(replica: Replica, *, gathers: bool, keep: bool) -> dict[str, Any]:
+def _whole_state(replica: Replica, *, gathers: bool, keep: bool) -> dict[str, Any]:
     """The model's state dict on the CPU, whole where it is sharded; empty unless it is to be kept. Called by all workers, of
     whom those of one replica gather its parts."""
     replica.parameters.locate()
     if not gathers:
         return {}
     with replica.mates.explaining():
-        return _gathered(replica, keep=keep)
-
-
-def _gathered(replica: Replica, *, keep: bool) -> dict[str, Any]:
-    # A tied parameter is one tensor under all its names, and is gathered once. (Without shards they are copies already.)
-    state: dict[str, Any] = replica.model.state_dict(keep_vars=replica.replicas.shards > 1)
-    known: dict[int, Tensor] = {}
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            if id(value) not in known:
-                whole = value.detach().full_tensor() if is_sharded(value) else value.detach()  # type: ignore[attr-defined]
-                known[id(value)] = whole.cpu() if keep else whole.new_empty(0)
-            state[key] = known[id(value)]
-    return state if keep else {}
+        # A tied parameter is one tensor under all its names, and is gathered once. (Without shards they are copies already.)
+        state: dict[str, Any] = replica.model.state_dict(keep_vars=replica.replicas.shards > 1)
+        known: dict[int, Tensor] = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                if id(value) not in known:
+                    whole = value.detach().full_tensor() if is_sharded(value) else value.detach()  # type: ignore[attr-defined]
+                    known[id(value)] = whole.cpu() if keep else whole.new_empty(0)
+                state[key] = known[id(value)]
+        return state if keep else {}
 
 
 def _write(state: dict[str, Any], path: Path) -> None:

@@ -12,7 +12,6 @@ import errno
 import hashlib
 import json
 import os
-import re
 import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -153,10 +152,8 @@ def _sha256(content: bytes) -> str:
 def _save(tensors: dict[str, Tensor], file: Path, own: dict[str, str]) -> None:
     try:
         save_file(tensors, file, metadata=own)
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        code = int(number[1]) if number else errno.EIO
-        raise OSError(code, os.strerror(code) if number else str(error), str(file)) from error
+    except SafetensorError as error:  # a full disk
+        raise OSError(errno.EIO, str(error), str(file)) from error
 
 
 class Shard(contextlib.AbstractContextManager["Shard"]):

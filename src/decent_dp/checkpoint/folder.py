@@ -25,7 +25,7 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,14 +113,12 @@ class Sight:
     Attributes:
         only: the name of the checkpoint that was asked for, if the path was that of one.
         steps: by name of each checkpoint, newest first: how many workers saved it, and the ranks whose shards are there.
-        latest: a checkpoint was complete here once: there is a file ``latest``.
-        hint: the name in it.
+        latest: the name in the file ``latest``, '' if that is broken; None if there is no such file: none was complete here.
     """
 
     only: str | None = None
     steps: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
-    latest: bool = False
-    hint: str | None = None
+    latest: str | None = None
 
 
 def look(path: Path) -> tuple[Path, Sight]:
@@ -129,19 +127,23 @@ def look(path: Path) -> tuple[Path, Sight]:
     Raises:
         CheckpointError: it cannot be read, is not a folder, or is of an older format: workers must not start from scratch then.
     """
+    sight, root = Sight(), path
     try:
-        if not _exists(path):
-            return path, Sight()
+        try:
+            os.lstat(path)
+        except FileNotFoundError:  # else it may be a broken link, or unknown
+            return path, sight
         if not stat.S_ISDIR(os.stat(path).st_mode):
-            raise CheckpointError(f"{path} cannot be read: it is not a folder of checkpoints{_advice(path)}")
-        sight, root = Sight(), path
+            raise CheckpointError(
+                f"{path} cannot be read: it is not a folder of checkpoints. A file that export() wrote is read by "
+                "model.load_state_dict(safetensors.torch.load_file(path)), or of torch.load(path, weights_only=True)."
+            )
         if is_step(path):
             root, sight.only = path.parent, path.name
-            sight.steps[path.name] = look_at(path)
+            sight.steps[path.name] = _look_at(path)
         # `latest` comes first: it then never names a step that is written, or removed, after the steps were listed.
-        sight.latest = _exists(root / _LATEST)
-        sight.hint = _hint(root)
-        sight.steps.update({name: look_at(root / name) for name in steps_in(root)})
+        sight.latest = _read_latest(root)
+        sight.steps.update({name: _look_at(root / name) for name in steps_in(root)})
         if not sight.steps and (old := _folders(root, _OLD_NAME)):
             raise CheckpointError(f"{root / max(old)} {OLDER}")
         return root, sight
@@ -149,15 +151,7 @@ def look(path: Path) -> tuple[Path, Sight]:
         raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
 
 
-def _advice(path: Path) -> str:
-    if path.suffix == ".safetensors":
-        return ". A file that export() wrote is read by model.load_state_dict(safetensors.torch.load_file(path))."
-    if path.suffix in (".pt", ".pth", ".bin"):
-        return ". A file of torch.save or export() is read by model.load_state_dict(torch.load(path, weights_only=True))."
-    return ""
-
-
-def look_at(folder: Path) -> tuple[int, list[int]]:
+def _look_at(folder: Path) -> tuple[int, list[int]]:
     """How many workers saved a checkpoint, and the ranks whose shards are there."""
     ranks = ranks_in(folder)
     if (match := _NAME.fullmatch(folder.name)) is not None:
@@ -167,21 +161,14 @@ def look_at(folder: Path) -> tuple[int, list[int]]:
         return shard.record.world_size, ranks
 
 
-def _hint(root: Path) -> str | None:
-    """The name in ``latest``; None if the file is missing or broken, which does not matter, as the shards decide."""
-    with contextlib.suppress(OSError):
-        text = (read_small(root / _LATEST) or b"").decode("ascii", "replace").strip()
-        return text if _NAME.fullmatch(text) else None
-    return None
-
-
-def _exists(path: Path) -> bool:
-    """Whether a path exists, also as a broken link. Raises OSError if that is unknown, unlike ``Path.exists``."""
+def _read_latest(root: Path) -> str | None:
+    """See ``Sight``. A broken file does not matter, as the shards decide."""
     try:
-        os.lstat(path)
-    except FileNotFoundError:
-        return False
-    return True
+        content = read_small(root / _LATEST)
+    except OSError:
+        return ""
+    text = (content or b"").decode("ascii", "replace").strip()
+    return None if content is None else text if _NAME.fullmatch(text) else ""
 
 
 # -- which are complete ----------------------------------------------------------------------------------------------------
@@ -189,7 +176,7 @@ def _exists(path: Path) -> bool:
 
 def complete(sights: Sequence[Sight]) -> list[str]:
     """The names of the checkpoints that are complete, newest first, by what all workers see."""
-    return [name for name in _names(sights) if missing_rank(name, sights) is None]
+    return [name for name in _names(sights) if _missing_rank(name, sights) is None]
 
 
 def attempt_of(sights: Sequence[Sight]) -> int:
@@ -197,7 +184,7 @@ def attempt_of(sights: Sequence[Sight]) -> int:
     return max((_order(name)[0] + 1 for name in _names(sights)), default=0)
 
 
-def missing_rank(name: str, sights: Sequence[Sight]) -> int | None:
+def _missing_rank(name: str, sights: Sequence[Sight]) -> int | None:
     """The first worker whose shard of a checkpoint is seen by no worker; None if it is complete."""
     seen = [sight.steps[name] for sight in sights if name in sight.steps]
     there = {rank for _, ranks in seen for rank in ranks}
@@ -213,41 +200,41 @@ def choose(root: Path, sights: Sequence[Sight]) -> tuple[str, int] | None:
     asked = {sight.only for sight in sights} - {None}
     names = [name for name in _names(sights) if not asked or name in asked]
     passed: list[str] = []
-    chosen, was_there = None, any(sight.latest for sight in sights)
+    was_there = any(sight.latest is not None for sight in sights)
     for name in names:
-        missing = missing_rank(name, sights)
+        missing = _missing_rank(name, sights)
         blind = [rank for rank, sight in enumerate(sights) if name not in sight.steps or not sight.steps[name][1]]
+        if missing is None and not blind:
+            if passed:
+                _log.warning("%s", "; ".join(passed))
+            return name, sights[0].steps[name][0]
         if missing is not None:
             passed.append(f"{root / name} is incomplete: {shard_name(missing)} is missing")
             # A checkpoint that `latest` names was complete. If a worker has lost its folder, an older one may do.
-            is_last = any(sight.hint == name for sight in sights) and all(name in sight.steps for sight in sights)
-        elif blind:
+            is_last = any(sight.latest == name for sight in sights) and all(name in sight.steps for sight in sights)
+        else:
             passed.append(f"{root / name} is not seen by {_workers(blind)}")
             is_last, was_there = all(not sights[rank].steps for rank in blind), True
-        else:
-            chosen = name, sights[0].steps[name][0]
-            break
         if asked or is_last:
             was_there = True
             break
-    why = [*passed[:3], f"and {len(passed) - 3} more"] if len(passed) > 3 else passed
-    if chosen is not None or not was_there:
+    if not was_there:
         if passed:
-            _log.warning("%s", "; ".join(why))
-        return chosen
+            _log.warning("%s", "; ".join(passed))
+        return None
     if empty := [rank for rank, sight in enumerate(sights) if not sight.steps]:
-        why.append(f"{_workers(empty)} found none there")
+        passed.append(f"{_workers(empty)} found none there")
     if not names:
-        named = next((sight.hint for sight in sights if sight.hint), "one")
-        why.append(f"the file '{_LATEST}' names {named}, which was removed, or is on another disk")
+        named = next((sight.latest for sight in sights if sight.latest), "one")
+        passed.append(f"the file '{_LATEST}' names {named}, which was removed, or is on another disk")
     raise CheckpointError(
-        f"no checkpoint in {root} can be loaded, and no worker starts from scratch while others resume: {'; '.join(why)}. "
+        f"no checkpoint in {root} can be loaded, and no worker starts from scratch while others resume: {'; '.join(passed)}. "
         "Give all workers their files, or the path of another checkpoint; or, for a fresh start, another folder."
     )
 
 
 def _names(sights: Sequence[Sight]) -> list[str]:
-    return sorted({name: None for sight in sights for name in sight.steps}, key=_order, reverse=True)
+    return sorted({name for sight in sights for name in sight.steps}, key=_order, reverse=True)
 
 
 def _workers(ranks: Sequence[int]) -> str:
@@ -266,17 +253,16 @@ def claim(root: Path, run_id: str, rank: int, *, may_take_over: bool) -> None:
     """
     own = hashlib.sha256(run_id.encode()).hexdigest()[:12]
     others = steps_in(root)  # before the file is read: a worker of this run writes it before its first shard
-    content = read_small(root / _RUN)
-    found: Any = {}
+    found: Any = None
     with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(content or b"{}")
+        found = json.loads(read_small(root / _RUN) or b"{}")
     found = found if isinstance(found, dict) else {}
     if found.get("run") == own:
         return
     if not may_take_over and others:
-        since = f"run {found.get('run')}, since {found.get('since')}, on {found.get('host')}" if found else "another run"
+        whose = f"run {found.get('run')}, since {found.get('since')}, on {found.get('host')}" if found else "another run"
         raise ValueError(
-            f"{root} has the checkpoints of {since}: two runs in one folder would remove each other's. To continue that run, "
+            f"{root} has the checkpoints of {whose}: two runs in one folder would remove each other's. To continue that run, "
             "call load(model, path, missing_ok=True) before the first save; else give this one a folder of its own. Each "
             "wrapper of a script needs a folder of its own, too. (If this run has saved here before, the other one has loaded "
             "from the folder since, and continues it.)"
@@ -290,7 +276,7 @@ def claim(root: Path, run_id: str, rank: int, *, may_take_over: bool) -> None:
 
 def write_latest(root: Path, name: str, rank: int) -> None:
     """Writes ``name`` into ``latest``, unless a newer one is there: another worker may have removed this one by then."""
-    if _order(_hint(root) or "") < _order(name):
+    if _order(_read_latest(root) or "") < _order(name):
         replace_file(root / _LATEST, lambda file: file.write_text(f"{name}\n"), f"-{rank}")
 
 
@@ -304,17 +290,28 @@ def prune(root: Path, newest: str, complete: Collection[str], keep: int, known: 
     """
     older = [name for name in steps_in(root) if name in known and _order(name) < _order(newest)]
     stay = [name for name in older if name in complete][: keep - 1]
-    remove(root, [name for name in older if name not in stay])
+    for name in older:
+        if name not in stay:
+            remove(root / name)
 
 
-def remove(root: Path, names: Iterable[str]) -> None:
-    """Removes these checkpoints. Files of the user's stay; what cannot be removed is logged."""
-    for name in names:
-        try:
-            _remove(root / name)
-        except OSError as error:
-            if not isinstance(error, FileNotFoundError):  # else another process was faster
-                _log.warning("the old checkpoint %s could not be removed: %s", root / name, error.strerror or error)
+def remove(folder: Path) -> None:
+    """Removes a checkpoint. Files of the user's stay; what cannot be removed is logged."""
+    removed = False
+    try:
+        for entry in list(_scan(folder)):
+            if _OURS.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(entry.path)
+                    removed = True
+        os.rmdir(folder)
+    except FileNotFoundError:
+        pass  # another process was faster
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            _log.warning("the old checkpoint %s could not be removed: %s", folder, error.strerror or error)
+        elif removed:
+            _log.warning("%s is not a checkpoint any more, and stays: it has files that no save made", folder)
 
 
 def remove_shard(folder: Path, rank: int) -> None:
@@ -323,19 +320,3 @@ def remove_shard(folder: Path, rank: int) -> None:
         os.unlink(folder / shard_name(rank))
     with contextlib.suppress(OSError):
         os.rmdir(folder)
-
-
-def _remove(folder: Path) -> None:
-    ours = [entry.path for entry in _scan(folder) if _OURS.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False)]
-    removed = False
-    for file in ours:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(file)
-            removed = True
-    try:
-        os.rmdir(folder)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        if removed:
-            _log.warning("%s is not a checkpoint any more, and stays: it has files that no save made", folder)

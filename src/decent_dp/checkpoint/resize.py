@@ -83,15 +83,14 @@ def combined(shards: Sequence[Shard]) -> dict[str, Any]:
     """
     trees = list(map(state_of_worker, shards))
     with _naming(shards):
-        means = _snapshot(_at("snapshot", trees), shards)
-        return {"snapshot": means, "random": None, "state": _user_state(_at("state", trees))}
+        return {"snapshot": _snapshot(_at("snapshot", trees)), "random": None, "state": _user_state(_at("state", trees))}
 
 
 def mean_tensors(shards: Sequence[Shard], keys: Sequence[str]) -> dict[str, Tensor]:
     """The means of the tensors in the snapshots under ``keys``, by name. Raises as `combined`."""
     trees = list(map(state_of_worker, shards))
     with _naming(shards):
-        means = _snapshot([{key: tree["snapshot"][key] for key in keys} for tree in trees], shards)
+        means = _snapshot([{key: tree["snapshot"][key] for key in keys} for tree in trees])
     return {name: tensor for key in keys for name, tensor in means[key].items()}
 
 
@@ -106,26 +105,25 @@ def _naming(shards: Sequence[Shard]) -> Iterator[None]:
         raise CheckpointError(f"{shards[0].file.parent} cannot be combined: {type(error).__name__}: {error}") from error
 
 
-def _snapshot(all_: Sequence[dict[str, Any]], shards: Sequence[Shard]) -> dict[str, Any]:
+def _snapshot(all_: Sequence[dict[str, Any]]) -> dict[str, Any]:
     windows = [snapshot for snapshot in all_ if snapshot.get("window") == "open"] or all_
     made: dict[str, Any] = {}
     for key in _keys(all_):
-        nodes = _at(key, windows if key in ("window", "accumulate", "grads") else all_)
-        if key == "parameters":
-            made[key] = {name: _parameter(name, nodes, shards) for name in _keys(nodes)}
-        elif key == "compression":
-            made[key] = {}
-        elif key not in ("exchange", "link"):  # of format 3
+        if key not in ("exchange", "link"):  # of format 3
+            nodes = _at(key, windows if key in ("window", "accumulate", "grads") else all_)
             made[key] = _MEAN_OF.get(key, _first)(nodes)
     return made
 
 
-def _parameter(name: str, all_: Sequence[dict[str, Any]], shards: Sequence[Shard]) -> Any:
-    """The mean of a parameter, which all workers have in the same shape and dtype."""
-    for shard, parameters in zip(shards, all_, strict=True):
-        if not isinstance(parameters.get(name), Stored):
-            raise CheckpointError(f"{shard.file} does not fit the others' files: it has no parameter '{name}'")
-    return _tensor(_at(name, all_), parameter=name, shards=shards)
+def _parameters(all_: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The means of parameters, which all workers have in the same shape and dtype."""
+    made = {}
+    for name in _keys(all_):
+        nodes = _at(name, all_)
+        if len(nodes) < len(all_) or not all(isinstance(node, Stored) for node in nodes):
+            raise ValueError(f"parameter '{name}' is not in all files")
+        made[name] = _tensor(nodes, parameter=name)
+    return made
 
 
 def _optim(nodes: Sequence[dict[str, Any]]) -> Any:
@@ -166,40 +164,31 @@ def _user_state(nodes: Sequence[Any]) -> Any:
     return loaded(first)
 
 
-def _tensor(
-    nodes: Sequence[Stored], *, counts: bool = False, integers: bool = True, parameter: str = "", shards: Sequence[Shard] = ()
-) -> Any:
-    """The mean of tensors, of which one is in memory at a time beside the first and the sum.
+def _tensor(nodes: Sequence[Stored], *, counts: bool = False, integers: bool = True, parameter: str = "") -> Any:
+    """The mean of tensors, of which one is in memory at a time beside the first and the sum; the first if they have none.
 
     Args:
         counts: a floating mean is rounded.
         integers: whether tensors of integers have a mean.
-        parameter, shards: its name, and whose it is. Other tensors may differ in shape or dtype: the first is returned then.
+        parameter: its name. Other tensors may differ in shape or dtype.
     """
     mixed = len({node.kind for node in nodes}) > 1
-    first = _read(nodes[0], dense=mixed)
-    wide = torch.complex128 if isinstance(first, Tensor) and first.is_complex() else torch.float64
-    averaged, equal, total = isinstance(first, Tensor) and _has_mean(first, integers), True, None
-    for number, node in enumerate(nodes):
-        if not averaged and not parameter:
+    first: Any = None
+    total, equal = None, True
+    for node in nodes:
+        value = node.load()
+        if mixed and node.kind == "sparse":
+            value = value.to_dense()
+        first = value if first is None else first
+        alike = isinstance(value, Tensor) and (value.shape, value.dtype) == (first.shape, first.dtype)
+        if parameter and not alike:
+            raise ValueError(f"parameter '{parameter}' has different shapes or dtypes in the files")
+        if not alike or not _has_mean(value, integers, len(nodes)):
             return nodes[0].load()
-        value = first if node is nodes[0] else _read(node, dense=mixed)
-        if not isinstance(value, Tensor) or (value.shape, value.dtype) != (first.shape, first.dtype):
-            if parameter:
-                what = f"parameter '{parameter}' has another shape or dtype"
-                raise CheckpointError(f"{shards[number].file} does not fit {shards[0].file}: {what}")
-            return nodes[0].load()
+        part = value.to(torch.complex128 if value.is_complex() else torch.float64, copy=True).mul_(node.weight)
+        total = part if total is None else total.add_(part)
         equal = equal and _same_bits(first, value)
-        averaged = averaged and not _too_large(value, len(nodes))
-        if averaged:
-            part = value.to(wide, copy=True).mul_(node.weight)
-            total = part if total is None else total.add_(part)
-    return first if equal or not averaged or total is None else _as(first, total / sum(node.weight for node in nodes), counts)
-
-
-def _read(node: Stored, *, dense: bool) -> Any:
-    value = node.load()
-    return value.to_dense() if dense and node.kind == "sparse" else value
+    return first if equal or total is None else _as(first, total / sum(node.weight for node in nodes), counts)
 
 
 def _as(like: Tensor, mean: Tensor, counts: bool) -> Tensor:
@@ -211,24 +200,20 @@ def _as(like: Tensor, mean: Tensor, counts: bool) -> Tensor:
     return mean.round().to(torch.int64).to(like.dtype)
 
 
-def _too_large(tensor: Tensor, n: int) -> bool:
-    """Whether the sum of ``n`` tensors of such integers may not be exact in float64: they have no mean, and the first stays."""
-    return not tensor.dtype.is_floating_point and not tensor.is_complex() and bool((tensor.double().abs() > _EXACT / n).any())
-
-
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     if one.is_sparse:
         return False  # the same values may be written in different ways
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
-def _has_mean(tensor: Tensor, integers: bool) -> bool:
+def _has_mean(tensor: Tensor, integers: bool, n: int) -> bool:
     if tensor.dtype is torch.bool or not tensor.numel():
         return False
     if tensor.is_floating_point() or tensor.is_complex():
         # torch does not compute with two numbers per byte.
         return "float4" not in str(tensor.dtype)
-    return integers and not tensor.is_sparse
+    # Else the sum of ``n`` such tensors may not be exact.
+    return integers and not tensor.is_sparse and not bool((tensor.double().abs() > _EXACT / n).any())
 
 
 def _number(values: Sequence[float], name: str | None) -> float:
@@ -257,7 +242,9 @@ def _keys(nodes: Sequence[dict[Any, Any]]) -> list[Any]:
 # How the entries of snapshots are combined, where that is not the first one's.
 _MEAN_OF: dict[str, Callable[[Sequence[Any]], Any]] = {
     **dict.fromkeys(("accumulate", "window"), itemgetter(0)),
+    "compression": lambda nodes: {},
     **dict.fromkeys(("buffers", "factor", "grads", "round", "rule", "steps"), _mean),
     "extra_state": _user_state,
     "optim": _optim,
+    "parameters": _parameters,
 }

@@ -130,7 +130,7 @@ def _latest(root: Path, sight: Sight) -> Path | None:
         folder.choose(root, [sight])  # raises if it is incomplete
         return root / sight.only
     complete = folder.complete([sight])
-    return next((root / name for name in sight.steps if name in complete or name == sight.hint), None)
+    return next((root / name for name in sight.steps if name in complete or name == sight.latest), None)
 
 
 def read_parameters(path: str | os.PathLike[str], rank: int | None = None, *, buffers: bool = False) -> dict[str, Tensor]:

@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
@@ -42,9 +41,7 @@ _log = logging.getLogger(__name__)
 # The argument ``model`` of this package's functions: the wrapper, or the result of ``decent_dp.gossip``.
 Trained: TypeAlias = DecentralizedDataParallel | Replica
 
-# Seconds that a worker which exits waits for the others' shards.
-_AT_EXIT = 30.0
-# Seconds that it waits for its own disk and the others, if an error ends it.
+# Seconds that a worker which an error ends waits for the saves in flight.
 _AT_ERROR = 2.0
 _LOCK = threading.Lock()
 
@@ -138,8 +135,6 @@ class Saving:
         self.path = path
         # Of this save of its replica, from 0; of the replica; the ranks of those that write its shards.
         self._number, self._round, self._workers = number, round_, workers
-        # Done when this worker's shard is written, or could not be.
-        self._written: futures.Future[None] = futures.Future()
         # The result is the error, or None.
         self._over: futures.Future[Exception | None] = futures.Future()
         self._is_complete = self._raised = False
@@ -172,20 +167,15 @@ class Saving:
             ValueError, OutOfStepError, PeerLostError, PeerTimeoutError: as ``save``.
         """
         futures.wait([self._over], timeout)
-        self._raise_error()
+        if self.error is not None and not _is_quiet(self.error):
+            self._raised = True
+            raise self.error
         return self.path if self.done and self.error is None else None
 
     def _finish(self, error: Exception | None) -> None:
         """The first call counts: ``Saver.closing`` may give up."""
         with contextlib.suppress(futures.InvalidStateError):
             self._over.set_result(error)
-
-    def _raise_error(self, *, once: bool = False) -> None:
-        """Raises an error that is not only about files; not again if ``once``."""
-        error = self.error
-        if error is not None and not _is_quiet(error) and not (once and self._raised):
-            self._raised = True
-            raise error
 
 
 @dataclass
@@ -250,7 +240,8 @@ class Saver(Listener):
         replica.life.refuse_in_join("save")
         number = self._saves
         self._saves += 1
-        where, shard = Path(f"save number {number}"), None
+        where = Path(f"save number {number}")
+        shard: _UnwrittenShard | BaseException
         try:
             keep, _ = check_integer("keep", keep, 1, "checkpoints"), check_bool("wait", wait)
             root = folder.folder_of(path)
@@ -264,12 +255,11 @@ class Saver(Listener):
             where = root / shard.record.step
         except BaseException as error:  # also a KeyboardInterrupt while it waits for an earlier save
             # The others must not wait for a shard that will not come, and their next save is this worker's next.
-            refusal = error
+            shard = error
             raise
         finally:
             saving = Saving(where, number, replica.engine.round, replica.world.control.ranks)
-            args = saving, refusal if shard is None else shard
-            threading.Thread(target=self._run, args=args, name="decent_dp-checkpoint", daemon=True).start()
+            threading.Thread(target=self._run, args=(saving, shard), name="decent_dp-checkpoint", daemon=True).start()
             self._in_flight.append(saving)
         return saving
 
@@ -299,63 +289,55 @@ class Saver(Listener):
         """All workers have loaded from the folder ``path``, in which they see ``sights``."""
         complete = set(folder.complete(sights))
         # A checkpoint that `latest` names was complete: its missing shards may be on a disk that comes back.
-        lost = {sight.hint for sight in sights} - complete
+        lost = {sight.latest for sight in sights} - complete
         known = {name for sight in sights for name in sight.steps} - lost
         self._roots[os.path.realpath(path)] = _Root(folder.attempt_of(sights), True, complete, known)
 
     def closing(self, at_error: bool = False) -> None:
-        """Waits for this worker's own disk up to the timeout, and then for the others up to half a minute, or the timeout if
-        that is less. ``at_error``: two seconds for all of it, as an error ends the interpreter.
-        """
-        others = min(self._transport.timeout, _AT_ERROR if at_error else _AT_EXIT)
-        own, began = others if at_error else self._transport.timeout, time.monotonic()
-        in_flight = [saving for saving in self._in_flight if not saving.done]
-        futures.wait([saving._written for saving in in_flight], own)
-        left = max(0.0, began + others - time.monotonic()) if at_error else others
-        futures.wait([saving._over for saving in in_flight if saving._written.done()], left)
-        for saving in in_flight:
+        """Waits for the saves in flight up to the timeout; two seconds if an error ends the interpreter (``at_error``)."""
+        limit = _AT_ERROR if at_error else self._transport.timeout
+        futures.wait([saving._over for saving in self._in_flight], limit)
+        for saving in self._in_flight:
             if not saving.done:
-                what, after = ("complete", others) if saving._written.done() else ("written: the disk hangs, or is slow", own)
-                late = PeerTimeoutError(f"{saving.path} was not {what}, {after:g} s after close().")
+                late = PeerTimeoutError(
+                    f"{saving.path} was not complete {limit:g} s after close(): this worker's disk hangs, or is slow, or not "
+                    "all workers have called save(...)."
+                )
                 saving._finish(None if saving._is_complete else late)  # older ones may still be being removed
                 if saving.error is not None:
                     _log.warning("%s", saving.error)
-        if all(saving._written.done() for saving in self._in_flight):
-            self._memory = HostMemory()
+        self._memory = HostMemory()
 
     def _wait_for_earlier(self) -> None:
         """There is memory for one copy. Raises the errors of saves that were not waited for."""
         self.drain()
         while self._in_flight:
-            self._in_flight.pop(0)._raise_error(once=True)
+            saving = self._in_flight.pop(0)
+            if not saving._raised:
+                saving.wait()
 
     # -- in the thread of a save --------------------------------------------------------------------------------------
 
     def _run(self, saving: Saving, shard: _UnwrittenShard | BaseException) -> None:
         """Writes a shard, or tells the others why this worker refuses the save."""
+        own = shard if isinstance(shard, BaseException) else self._write(saving.path, shard)
+        error: Exception | None = None
         try:
-            own: BaseException | None = shard if isinstance(shard, BaseException) else None
-            if isinstance(shard, _UnwrittenShard):
-                own = self._write(saving.path, shard)
-            saving._written.set_result(None)
-            error = self._outcome(saving, own)
-            if isinstance(shard, BaseException):  # the training thread has raised it
-                saving._finish(None)
-                return
-            if error is None:
+            self._wait_for_reports(saving, own)
+            if not isinstance(shard, BaseException):
                 self._completed(saving, shard)
-            else:
-                quiet = _is_quiet(error)
-                level = logging.WARNING if quiet and own is None else logging.ERROR
-                goes_on = ", and training goes on without it" if quiet else ""
-                _log.log(level, "%s is not complete%s: %s", saving.path, goes_on, error)
-            saving._finish(error)
-        except Exception as error:  # which nobody expects
-            _log.error("%s is not complete", saving.path, exc_info=error)
-            saving._finish(error)
-        finally:
-            if not saving._written.done():
-                saving._written.set_result(None)
+        except Exception as failure:
+            error = failure
+            if isinstance(own, Exception) and (_is_quiet(failure) or not _is_quiet(own)):
+                error = own
+        if isinstance(shard, BaseException):
+            error = None  # the training thread has raised it
+        elif error is not None:
+            quiet = _is_quiet(error)
+            level = logging.WARNING if quiet and own is None else logging.ERROR
+            goes_on = ", and training goes on without it" if quiet else ""
+            _log.log(level, "%s is not complete%s: %s", saving.path, goes_on, error)
+        saving._finish(error)
 
     def _write(self, path: Path, shard: _UnwrittenShard) -> Exception | None:
         """Writes this worker's shard; returns why it could not."""
@@ -373,8 +355,8 @@ class Saver(Listener):
             return error
         return None
 
-    def _outcome(self, saving: Saving, own: BaseException | None) -> Exception | None:
-        """Waits for the reports of all workers; returns why the checkpoint is not complete. ``own``: this worker's error."""
+    def _wait_for_reports(self, saving: Saving, own: BaseException | None) -> None:
+        """Reports to all workers, and raises why the checkpoint is not complete. ``own``: this worker's error."""
         path, timeout = saving.path, self._transport.timeout
         kind = "" if own is None else "CheckpointError" if isinstance(own, OSError) else type(own).__name__
         report = json.dumps([saving._round, path.name, kind, "" if own is None else str(own)])
@@ -383,18 +365,13 @@ class Saver(Listener):
             f"did not write a shard of {path.name} within {timeout:g} s: all workers must call save(...), at the same updates; "
             "or a disk is slow."
         )
-        error: Exception | None
-        try:
-            agreed = self._transport.agree(name, report, round_=saving._round)
-            error = _failure(wait_for_all(self._transport, name, agreed, timeout, what, late), saving._workers)
-            if error is not None and path.is_absolute():  # a refused save has no folder
+        agreed = self._transport.agree(name, report, round_=saving._round)
+        error = _failure(wait_for_all(self._transport, name, agreed, timeout, what, late), saving._workers)
+        if error is not None:
+            if path.is_absolute():  # a refused save has no folder
                 # It never becomes complete. After a PeerError it may have.
                 folder.remove_shard(path, saving._workers.index(self._transport.rank))
-        except Exception as failure:
-            error = failure
-        if isinstance(own, Exception) and (error is None or _is_quiet(error) or not _is_quiet(own)):
-            error = own
-        return error
+            raise error
 
     def _completed(self, saving: Saving, shard: _UnwrittenShard) -> None:
         path, root, rank = saving.path, shard.root, shard.record.rank
