@@ -265,8 +265,8 @@ BREAKAGES = [
     Breakage(
         "the workers of a replica go on in different rounds",
         "replica/mates.py",
-        "target, nonfinite, known = map(max,",
-        "target, nonfinite, known = map(min,",
+        "target, self.nonfinite_in, known = map(max,",
+        "target, self.nonfinite_in, known = map(min,",
     ),
     Breakage(
         "an epoch before the whole replica knows it",
@@ -325,13 +325,13 @@ BREAKAGES = [
     Breakage(
         "the workers of a node keep their shares",
         "replica/replica.py",
-        "        if self.shares is not None and self.engine.finished:\n",
-        "        if self.shares is not None and len(self.engine.finished) > 99:\n",
+        "        if shares is not None and finished:\n",
+        "        if shares is not None and len(finished) > 99:\n",
     ),
     Breakage(
         "a window that is open in a node is saved of its first worker alone",
         "replica/snapshot.py",
-        'grads=snapshot["grads"] if replica.has_own_gradients else {}',
+        'grads=snapshot["grads"] if replica._has_own_gradients() else {}',
         "grads={}",
     ),
     Breakage(

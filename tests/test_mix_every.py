@@ -273,9 +273,9 @@ def stopped(rank: int, compression: str | None = None, overlap: bool = False, ag
             model = DecentralizedDataParallel(Linear(), ADAMW, **options)
         model.load_state_dict(saved[0])
         model.load_optim_state_dict(saved[1])
-        edges = [model.replica.topology.get_edge(model.replica.engine.round).ranks]
+        edges = [model.replica.engine.topology.get_edge(model.replica.engine.round).ranks]
         found += steps(model, rank, range(FIRST, ALL))
-        edges.append(model.replica.topology.get_edge(model.replica.engine.round).ranks)
+        edges.append(model.replica.engine.topology.get_edge(model.replica.engine.round).ranks)
         results.append((want, found, edges, rounds, model.stats(), rejected))
         model.close()
     return results

@@ -264,8 +264,8 @@ def makes(rank: int, n: int) -> list[str]:
             gossip = decent_dp.gossip(wrapped, options.pop("optimizer", SGD)(model.parameters()), **options)
             wrapped(inputs(0, rank)[0]).sum().backward()
             gossip.optimizers[0].step()
-            found.append(str(gossip.replicas.workers))
-            own = list(gossip.replicas.workers_of(rank // 2))
+            found.append(str(gossip.agreed.replicas.workers))
+            own = list(gossip.agreed.replicas.workers_of(rank // 2))
             is_node = len(own) == 2
             how = "averaged by DistributedDataParallel over gloo" if "inner" in way else "averaged over gloo"
             said = f"replica='node': the workers {own}, gradients {how}, " if is_node else "replica="
@@ -517,9 +517,9 @@ def timeouts(rank: int, n: int) -> float:
     run = OfNode(Case(), 2)
     from decent_dp.transport.rendezvous import timeout_of
 
-    own = timeout_of(run.gossip.shares.group._group)
+    own = timeout_of(run.gossip.agreed.shares.group._group)
     again = OfNode(Case(), 2)
-    assert again.gossip.shares.group._group is run.gossip.shares.group._group
+    assert again.gossip.agreed.shares.group._group is run.gossip.agreed.shares.group._group
     assert own == timeout_of(dist.group.WORLD)
     return own.total_seconds()
 

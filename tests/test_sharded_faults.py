@@ -454,7 +454,7 @@ def grows_by_two_nodes(rank: int, n: int) -> Any:
     if rank == 0:
         say("dead")
     part.train(lambda: part.gossip.roster.size == REPLICAS + 2 and part.gossip.stats().rounds >= part.gossip.roster.start + 20)
-    return refused, part.gossip.replicas.workers_of(part.number), part.end()
+    return refused, part.gossip.agreed.replicas.workers_of(part.number), part.end()
 
 
 def refusal_of(rank: int, wrong: dict[str, Any]) -> str:

@@ -323,7 +323,7 @@ def test_a_hint_from_before_a_load_is_not_used(monkeypatch):
         return losses, take(model.replica)
 
     def slow(model: DecentralizedDataParallel) -> None:
-        transport = model.replica.peers
+        transport = model.replica.agreed.peers
         start = transport.start
 
         def late(*args: Any) -> Any:

@@ -403,14 +403,14 @@ def test_a_topology_of_numpy_numbers_resumes():
 
     def body(at: InProcessTransport) -> None:
         model = trained(job, 3, at)
-        ask = model.replica.topology.get_edge
+        ask = model.replica.engine.topology.get_edge
 
         def numbers(step: int) -> Edge:
             edge = ask(step)
             return Edge([np.int64(rank) for rank in edge.ranks], np.float32(edge.weight))  # type: ignore[misc, arg-type]
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(model.replica.topology, "get_edge", numbers)
+            patch.setattr(model.replica.engine.topology, "get_edge", numbers)
             saved = copy.deepcopy(take(model.replica))
             job.train(model, range(3, 6), at.rank)
             due = values(model.module)

@@ -618,7 +618,7 @@ def test_a_call_of_workers_in_different_rounds_finishes_what_is_in_flight(monkey
             replica_module, "check_same_call", lambda *args, **options: (found := check(*args, **options)) + [found[0] + ahead]
         )
         replica.engine.buckets.append(
-            SimpleNamespace(number=0, topology=replica.topology, buffer=SimpleNamespace(rebind=lambda: None))
+            SimpleNamespace(number=0, topology=replica.engine.topology, buffer=SimpleNamespace(rebind=lambda: None))
         )
         monkeypatch.setattr(replica.engine, "finish", lambda bucket: finished.append(bucket.number))
         replica.consensus_distance()

@@ -230,7 +230,7 @@ class Member:
         self.neighbours = SimpleNamespace(is_paused=False)
         faults: Any = SimpleNamespace(dead_after=dead_after)
         self.monitor: Any = SimpleNamespace(members=(0, 1), epochs=None, faults=faults, neighbours=self.neighbours)
-        replica: Any = SimpleNamespace(engine=self.engine)
+        replica: Any = SimpleNamespace(engine=self.engine, agreed=SimpleNamespace())
         self.server = StateServer(replica, self.monitor)
         self.ends = threading.Event()
         self.thread = threading.Thread(target=self._train, daemon=True)
@@ -517,9 +517,8 @@ def seats(member) -> tuple[Member, Epochs]:
     donor, epochs = member(), Epochs()
     donor.monitor.epochs, donor.monitor.is_free = epochs, lambda rank, incarnation: rank == 2
     donor.server._replica.world = SimpleNamespace(control=SimpleNamespace(calls=7))
-    donor.server._replica.joins = 1
-    donor.server._replica.cadence = SimpleNamespace(contexts=3)
-    donor.server._replica.replicas = Replicas(tuple((rank,) for rank in range(4)))
+    donor.server._replica.cadence = SimpleNamespace(contexts=3, joins=1)
+    donor.server._replica.agreed.replicas = Replicas(tuple((rank,) for rank in range(4)))
     return donor, epochs
 
 
@@ -559,7 +558,7 @@ def test_a_seat_that_another_one_has_got_is_refused(seats):
 def test_seats_are_given_to_all_processes_of_a_replica_together(seats):
     donor, epochs = seats
     donor.monitor.is_free = lambda rank, incarnation: True
-    donor.server._replica.replicas = Replicas(((0, 1), (2, 3)))
+    donor.server._replica.agreed.replicas = Replicas(((0, 1), (2, 3)))
     assert "its replica is the workers [2, 3]" in wants(donor, 2)["refused"]
     assert "its replica is the workers [2, 3]" in wants(donor, 2, 1)["refused"]
     assert "wait" in wants(donor, 2, 3)
@@ -573,7 +572,7 @@ def test_a_seat_is_withdrawn_if_another_one_of_its_replica_cannot_be_had(seats, 
     monkeypatch.setattr(state_server_module, "_ENDED", 0.3)
     donor, epochs = seats
     donor.monitor.is_free = lambda rank, incarnation: True
-    donor.server._replica.replicas = Replicas(((0, 1), (2, 3)))
+    donor.server._replica.agreed.replicas = Replicas(((0, 1), (2, 3)))
     assert "its replica is the workers [2, 3]" in donor.ask(2, want="seat", **{"for": [[2, 1], [3, "1"]]})["refused"]
     offer = epochs.offer
 

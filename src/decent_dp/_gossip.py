@@ -36,7 +36,7 @@ from decent_dp.replica.node_gradients import NodeGradients
 from decent_dp.replica.nodes import describe_node, why_no_node
 from decent_dp.replica.optimizer_guards import check_optimizers, options_of, params_of, refuse_hidden_state, signature_of
 from decent_dp.replica.optimizer_state import load_optimizer, saved_optimizer
-from decent_dp.replica.replica import Replica
+from decent_dp.replica.replica import DriverKind, Replica
 from decent_dp.replica.scaler_hook import ScalerHook, is_inner_step, refuse_other_scaler
 from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, mesh_of, ranks_of_mesh, refuse_stale_backward, reshard
 from decent_dp.replica.shares import Shares, UnevenNode
@@ -183,14 +183,14 @@ class Gossip(Replica):
         optimizers: the user's.
     """
 
-    KIND = "gossip"
-    WHAT = "this Gossip"
-    ENTRIES = frozenset({"optim", "stepped", "taken"})
-    MODEL = "the model"
-    FOREIGN_STEP = (
-        "gossip() mixes after the steps of other optimizers: its own make no round. Pass it to gossip(), with all others that "
-        "step. If it replaces one, close() the Gossip of that first; if it steps inside another, like SAM's, pass the one "
-        "whose step() is called."
+    KIND = DriverKind(
+        name="gossip",
+        what="this Gossip",
+        model="the model",
+        entries=frozenset({"optim", "stepped", "taken"}),
+        foreign_step="gossip() mixes after the steps of other optimizers: its own make no round. Pass it to gossip(), with all "
+        "others that step. If it replaces one, close() the Gossip of that first; if it steps inside another, like SAM's, pass "
+        "the one whose step() is called.",
     )
 
     def __init__(
@@ -212,15 +212,15 @@ class Gossip(Replica):
         self._checked: set[int] = set()
         # Each optimizer's parameters at the call; referenced, so that no other object gets one of their ids.
         self._params_at_call = [params_of(optimizer) for optimizer in self.optimizers]
-        self._tell_optimizers(range(self.peers.world_size))
-        self.momenta = Momenta(self.optimizers, self.parameters.names_by_id, agreed.rule, self.shares)
-        self.use_buckets(self._lay_out())
+        self._tell_optimizers(range(self.agreed.peers.world_size))
+        self.momenta = Momenta(self.optimizers, self.parameters.names_by_id, agreed.rule, self.agreed.shares)
+        self._use_buckets(self._lay_out())
         self.hooks += [optimizer.register_step_post_hook(self._after_step(i)) for i, optimizer in enumerate(self.optimizers)]
         self.gradients: NodeGradients | None = None
         self._uneven: UnevenNode | None = None
-        if self.shares is not None and not self.shares.group.averages:
-            params, limit = self.parameters.params, self.settings.bucket_size_in_mb * MIB
-            self.gradients = NodeGradients(params, self.shares.group, limit, self.mates.explaining)
+        if self.agreed.shares is not None and not self.agreed.shares.group.averages:
+            params, limit = self.parameters.params, self.agreed.settings.bucket_size_in_mb * MIB
+            self.gradients = NodeGradients(params, self.agreed.shares.group, limit, self.mates.explaining)
             self.hooks += self.gradients.hooks
         if fsdp_modules(model):
             self.hooks += refuse_stale_backward(called_first(model), self.parameters.params)
@@ -243,7 +243,7 @@ class Gossip(Replica):
         if is_inner_step(optimizer):
             return
         self.life.refuse_stopped()
-        if self.shares is not None:
+        if self.agreed.shares is not None:
             self._refuse_own_gradients(number)
         if number not in self._checked:
             self._checked.add(number)
@@ -302,7 +302,7 @@ class Gossip(Replica):
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        if self.shares is None:
+        if self.agreed.shares is None:
             with super().join():
                 yield
             return
@@ -311,7 +311,7 @@ class Gossip(Replica):
                 "join() does not know the collectives of DistributedDataParallel inside a node: leave that out, and pass "
                 "replica='node' to gossip()."
             )
-        self._uneven = uneven = UnevenNode(self.shares.group)
+        self._uneven = uneven = UnevenNode(self.agreed.shares.group)
         gradients.meet = partial(uneven.meet, "backward")
         try:
             with super().join():
@@ -320,7 +320,7 @@ class Gossip(Replica):
             self._uneven, gradients.meet = None, lambda: None
 
     def _follow_others(self) -> None:
-        shares, gradients, uneven = self.shares, self.gradients, self._uneven
+        shares, gradients, uneven = self.agreed.shares, self.gradients, self._uneven
         if shares is None or gradients is None or uneven is None:
             return
         with self.life.failing():
@@ -332,19 +332,18 @@ class Gossip(Replica):
                     self._make_round(step="step" in what, follows=True)
             self._uneven = None
             if uneven.behind:
-                saved = shares.broadcast(self.saved_entries()["optim"], uneven.source)
-                self.load_optimizers({"optim": saved}, contextlib.ExitStack())
+                saved = shares.broadcast(self._saved_entries()["optim"], uneven.source)
+                self._load_optimizers({"optim": saved}, contextlib.ExitStack())
                 self.momenta.follow_loads(trusted=True)  # the same values, to which what is in flight belongs, too
                 if self.scaler is not None:
                     self.scaler.load_state_dict(saved["scaler"])
 
-    @property
-    def unused(self) -> bool:
-        return super().unused and not (any(self._stepped) or self._scaled)
+    def _is_unused(self) -> bool:
+        return super()._is_unused() and not (any(self._stepped) or self._scaled)
 
     def _meet_in_node(self, *, step: bool, follows: bool) -> None:
         """Inside ``join``: workers of the node that have run out make this round, too, with the values of another."""
-        uneven, shares = self._uneven, self.shares
+        uneven, shares = self._uneven, self.agreed.shares
         if uneven is None or shares is None:
             return
         if not follows:
@@ -386,7 +385,7 @@ class Gossip(Replica):
 
     def _lay_out(self) -> list[Bucket]:
         """Returns buckets in reverse registration order, the usual order of gradients, equal on all workers."""
-        specs, limit = self.parameters.specs, self.settings.bucket_size_in_mb * MIB
+        specs, limit = self.parameters.specs, self.agreed.settings.bucket_size_in_mb * MIB
         buckets = self.engine.lay_out(specs, self.parameters.locate(), range(len(specs))[::-1], limit)
         found = self.momenta
         order = range(len(found.specs))[::-1]
@@ -399,10 +398,9 @@ class Gossip(Replica):
         """
         return contextlib.nullcontext() if self.gradients is None else self.gradients.no_sync()
 
-    @property
-    def has_own_gradients(self) -> bool:
+    def _has_own_gradients(self) -> bool:
         # Where the user has averaged them with DDP, it is not known.
-        return self.shares is not None and (self.gradients is None or self.gradients.is_open)
+        return self.agreed.shares is not None and (self.gradients is None or self.gradients.is_open)
 
     def average_(self) -> None:
         """Replaces every replica by the mean of all, including floating-point buffers. Called by all workers.
@@ -440,7 +438,7 @@ class Gossip(Replica):
             raise RuntimeError("state_dict() was called inside averaged(), where the model has other values: call it after it.")
         settle(self)
         found: dict[str, Any] = copied(
-            {"driver": self.KIND, "steps": self.steps, **self.engine.state_dict(), **self._progress()}
+            {"driver": self.KIND.name, "steps": self.steps, **self.engine.state_dict(), **self._progress()}
         )
         return found
 
@@ -460,7 +458,7 @@ class Gossip(Replica):
 
         def check() -> None:
             wanted = ENGINE_ENTRIES | {"stepped", "taken"}
-            if not isinstance(state_dict, dict) or not wanted <= state_dict.keys() or state_dict["driver"] != self.KIND:
+            if not isinstance(state_dict, dict) or not wanted <= state_dict.keys() or state_dict["driver"] != self.KIND.name:
                 raise ValueError("load_state_dict takes what Gossip.state_dict() returned: something else was given")
             check_engine_state(self, state_dict)
             self._check_progress(state_dict)
@@ -490,7 +488,7 @@ class Gossip(Replica):
         if len(stepped) != len(self.optimizers):
             raise ValueError(f"this was saved with {len(stepped)} optimizers, and there are {len(self.optimizers)} now")
 
-    def saved_entries(self) -> dict[str, Any]:
+    def _saved_entries(self) -> dict[str, Any]:
         """Returns these entries of a snapshot:
 
         optim     {"optimizers": a list (``replica.optimizers``), "scaler": its state or None}
@@ -503,18 +501,18 @@ class Gossip(Replica):
         scaler = None if self.scaler is None else self.scaler.state_dict()
         return {"optim": {"optimizers": optimizers, "scaler": scaler}, **self._progress()}
 
-    def check_entries(self, snapshot: Mapping[str, Any]) -> None:
+    def _check_entries(self, snapshot: Mapping[str, Any]) -> None:
         self._check_progress(snapshot)
         self._refuse_open_update("load")
         check_scaler_state(self.scaler, snapshot["optim"].get("scaler"))
 
-    def load_optimizers(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
+    def _load_optimizers(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
         for optimizer, saved in zip(self.optimizers, snapshot["optim"]["optimizers"], strict=True):
             load_optimizer(optimizer, self.model, saved, undo)
 
-    def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> tuple[list[Bucket], Callable[[], None]]:
+    def _prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> tuple[list[Bucket], Callable[[], None]]:
         if "optim" in snapshot:  # missing in the result of state_dict(): the user loads the optimizers
-            self.load_optimizers(snapshot, undo)
+            self._load_optimizers(snapshot, undo)
         self.momenta.follow_loads(trusted=True)
 
         def install() -> None:
@@ -537,7 +535,7 @@ class Gossip(Replica):
 
     def __repr__(self) -> str:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
-        names = f"{type(self.model).__name__}, {kinds}, rank={self.world.rank}, topology={self.topology!r}"
+        names = f"{type(self.model).__name__}, {kinds}, rank={self.world.rank}, topology={self.engine.topology!r}"
         return f"Gossip({names}, {self._describe_replica()})"
 
 

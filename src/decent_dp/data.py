@@ -59,7 +59,7 @@ class RosterSampler(Sampler[list[int]]):
         self._size = check_integer("the length of the data", data if isinstance(data, int) else len(data), 1)
         self._batch_size = check_integer("batch_size", batch_size, 1)
         # Each worker of a node, or of fully_shard, has a batch of its own. In a mesh of more dimensions some have the same one.
-        own, mesh = self._replica.replicas, mesh_of(self._replica.model)
+        own, mesh = self._replica.agreed.replicas, mesh_of(self._replica.model)
         has_own = mesh is None or (mesh.ndim == 1 and fsdp_modules(self._replica.model))
         self._position, self._workers = (own.place_of(self._replica.world.rank)[1], own.shards) if has_own else (0, 1)
         # The shares of an epoch: a seat has a batch for each of its workers.
@@ -134,7 +134,7 @@ class RosterSampler(Sampler[list[int]]):
         # Before that, a process that has joined had no seat; and a change may have happened that is not known yet.
         monitor, is_seated = self._replica.monitor, at >= found.start or found.epoch == self._first
         seat = found.seat if is_seated and monitor.knows(at) else -1
-        return found.dealt_before(at) + self._ahead * self._replica.peers.world_size, seat
+        return found.dealt_before(at) + self._ahead * self._replica.agreed.peers.world_size, seat
 
     def _batch(self, share: int) -> list[int]:
         epoch, number = divmod(share, self._batches)

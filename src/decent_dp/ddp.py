@@ -370,7 +370,7 @@ class DecentralizedDataParallel(Calls, nn.Module):
 
     def extra_repr(self) -> str:
         replica = self.replica
-        return f"rank={replica.peers.rank}, topology={replica.topology!r}, overlap={replica.settings.overlap}"
+        return f"rank={replica.mates.number}, topology={replica.engine.topology!r}, overlap={replica.agreed.settings.overlap}"
 
     @property
     def _model(self) -> nn.Module:

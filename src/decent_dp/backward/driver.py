@@ -41,7 +41,7 @@ from decent_dp.replica.optimizer_state import (
     load_optim_state,
     refuse_other_kind,
 )
-from decent_dp.replica.replica import Replica
+from decent_dp.replica.replica import DriverKind, Replica
 from decent_dp.replica.snapshot import check_scaler_state, copied, first_loss_scale
 from decent_dp.transport import Transport
 
@@ -82,14 +82,15 @@ class BackwardReplica(Replica):
         backwards: their events; buckets are planned in the order of the first gradients.
     """
 
-    KIND = "wrapper"
-    WHAT = "the wrapper"
-    ENTRIES = frozenset({"optim", "optimizer", "scheduler", "accumulate", "window", "arrived", "order"})
-    MODEL = "model.module"
-    FOREIGN_STEP = (
-        "DecentralizedDataParallel trains: the backward has made the update, and gradients are None after it. So the step of "
-        "this optimizer, its scheduler, clipping before it and accumulation by counting (if i % 4 == 3) do nothing. Remove "
-        "them: pass lr_scheduler_fn and grad_clip_norm, and accumulate with no_sync() or set_accumulate_grad()."
+    KIND = DriverKind(
+        name="wrapper",
+        what="the wrapper",
+        model="model.module",
+        entries=frozenset({"optim", "optimizer", "scheduler", "accumulate", "window", "arrived", "order"}),
+        foreign_step="DecentralizedDataParallel trains: the backward has made the update, and gradients are None after it. So "
+        "the step of this optimizer, its scheduler, clipping before it and accumulation by counting (if i % 4 == 3) do "
+        "nothing. Remove them: pass lr_scheduler_fn and grad_clip_norm, and accumulate with no_sync() or "
+        "set_accumulate_grad().",
     )
 
     def __init__(
@@ -178,13 +179,11 @@ class BackwardReplica(Replica):
             self.momenta.rest()
             self._update(step=False, keep=True)
 
-    @property
-    def unused(self) -> bool:
+    def _is_unused(self) -> bool:
         begun = self.backwards.running or self._pending_state is not None or self.backwards.window is not Window.IDLE
-        return super().unused and not begun
+        return super()._is_unused() and not begun
 
-    @property
-    def grad_norm(self) -> float | None:
+    def _grad_norm(self) -> float | None:
         norm = self.policy.last_norm
         return None if norm is None else float(norm)
 
@@ -237,24 +236,24 @@ class BackwardReplica(Replica):
         layout = check_consistency(control, rank, make)
         self._pending_state = None
         self._use(layout)
-        self.use_buckets(layout.buckets)
+        self._use_buckets(layout.buckets)
 
     def _lay_out(self, order: list[int], load: Callable[[list[Optimizer], list[LRScheduler | None]], None]) -> Layout:
         """Returns new units; if they are to be views of flat buffers, the parameters are from now on.
 
         ``order`` is empty before the first update; ``load`` loads state into the optimizers and schedulers.
         """
-        specs, params, limit = self.parameters.specs, self.parameters.params, self.settings.bucket_size_in_mb * MIB
+        specs, params, limit = self.parameters.specs, self.parameters.params, self.agreed.settings.bucket_size_in_mb * MIB
         engine, units = self.engine, list[Unit]()
         for bucket in engine.lay_out(specs, params, order, limit, as_view=self._as_view) if order else ():
             named = [(slot.spec.name, params[slot.index]) for slot in bucket.buffer.plan.slots]
             optimizer = self._make_optimizer(named)
-            tell_replicas([optimizer], self.peers.world_size)
+            tell_replicas([optimizer], self.agreed.peers.world_size)
             units.append(Unit(bucket, optimizer, self._make_scheduler(optimizer)))
             bucket.edit = edit_of(units[-1], self.world)
-        if self.replicas.shards == 1 and any(unit.bucket.edit is not None for unit in units):
-            rounds = range(min(self.topology.period or 0, _MOST_ROUNDS))
-            self.world.make_groups(edge for t in rounds for edge in self.topology.round(t))
+        if self.agreed.replicas.shards == 1 and any(unit.bucket.edit is not None for unit in units):
+            rounds = range(min(self.engine.topology.period or 0, _MOST_ROUNDS))
+            self.world.make_groups(edge for t in rounds for edge in self.engine.topology.round(t))
         optimizers = [unit.optimizer for unit in units]
         load(optimizers, [unit.scheduler for unit in units])
         if rule_for(engine.rule, optimizers) is not engine.rule:
@@ -313,7 +312,7 @@ class BackwardReplica(Replica):
             strip_prefix(state, prefix, state_names(module))
         super()._before_load(module, state, prefix)
 
-    def saved_entries(self) -> dict[str, Any]:
+    def _saved_entries(self) -> dict[str, Any]:
         """Returns these entries of a snapshot:
 
         optim         optimizers, schedulers and scaler, by parameter name (``optimizer_state``)
@@ -335,7 +334,7 @@ class BackwardReplica(Replica):
             "order": None if order is None else [names[i] for i in order],
         }
 
-    def check_entries(self, snapshot: Mapping[str, Any]) -> None:
+    def _check_entries(self, snapshot: Mapping[str, Any]) -> None:
         names = self.parameters.names
         for what, fits in {
             "accumulate": type(snapshot["accumulate"]) is bool,
@@ -353,10 +352,10 @@ class BackwardReplica(Replica):
             raise ValueError(f"the snapshot has a gradient of '{unknown[0]}', which is not a trainable parameter of this model")
         check_scaler_state(self.scaler, snapshot["optim"].get("scaler"))
 
-    def load_optimizers(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
+    def _load_optimizers(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
         load_optim_state(self.optimizers, self.schedulers, self.parameters.names_by_id, snapshot["optim"], undo, exact=True)
 
-    def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> tuple[list[Bucket], Callable[[], None]]:
+    def _prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> tuple[list[Bucket], Callable[[], None]]:
         """Calls the factories again, so that a snapshot fits any bucket size."""
         numbers, optim = self.parameters.numbers, snapshot["optim"]
         is_new = snapshot["order"] is None  # saved before the first update

@@ -70,7 +70,7 @@ def export(model: Trained, path: str | Path, *, loader: Iterable[Any] | None = N
         written = False
         while not written:
             replica.mates.wait_for_whole_replicas()
-            first = replica.replicas.workers_of(min(replica.replicas.whole(control.ranks)))
+            first = replica.agreed.replicas.workers_of(min(replica.agreed.replicas.whole(control.ranks)))
             writes = replica.world.rank == min(first)
             state = call_on_all(control, partial(_whole_state, replica, gathers=replica.world.rank in first, keep=writes))
             call_on_all(control, partial(_write, state, file) if writes else lambda: None)
@@ -225,7 +225,7 @@ def _whole_state(replica: Replica, *, gathers: bool, keep: bool) -> dict[str, An
         return {}
     with replica.mates.explaining():
         # A tied parameter is one tensor under all its names, and is gathered once. (Without shards they are copies already.)
-        state: dict[str, Any] = replica.model.state_dict(keep_vars=replica.replicas.shards > 1)
+        state: dict[str, Any] = replica.model.state_dict(keep_vars=replica.agreed.replicas.shards > 1)
         known: dict[int, Tensor] = {}
         for key, value in state.items():
             if isinstance(value, Tensor):

@@ -68,7 +68,7 @@ def load(
     """
     replica = replica_of(model, "load")
     if replica.life.closed:
-        raise RuntimeError(f"{replica.WHAT} was closed: load before close(), into one that is to train.")
+        raise RuntimeError(f"{replica.KIND.what} was closed: load before close(), into one that is to train.")
     replica.life.refuse_in_join("load", "before")
     replica.apply_pending()  # first, because the others may be waiting for its exchange
     saver = saver_of(replica)
@@ -97,7 +97,7 @@ def load(
         shards, same = call_on_all(control, lambda: _open(step, rank, replica, resize, opened))
         _verify(control, step, shards, chosen[1])
         tree = call_on_all(control, lambda: _resumed(shards[0], replica) if same else combined(shards))
-        if len(shards[0].record.workers[0]) != replica.replicas.shards:
+        if len(shards[0].record.workers[0]) != replica.agreed.replicas.shards:
             tree["snapshot"]["rule"]["state"] = {}  # that of other shares: it starts anew
     try:
         put_back(replica, {**completed(replica, tree["snapshot"]), "combined": not same})
@@ -204,7 +204,7 @@ def _open(
 
     # Any record tells how the checkpoint was saved. The own shard is the only one that a disk may have.
     first = open_one(rank if rank in there or not there else there[0])
-    workers, here = first.record.workers, replica.replicas
+    workers, here = first.record.workers, replica.agreed.replicas
     number, position = here.place_of(rank)
     now, shares = len(here.workers), len(workers[0])
     same = len(workers) == now and shares == here.shards and resize != "mean"
@@ -225,7 +225,7 @@ def _check_record(step: Path, record: Record, replica: Replica, resize: str | No
                 f"{step} is of another model: tensor {i} is {theirs} there and {ours} here. Build the model that was "
                 f"saved.{hint}"
             )
-    workers, here = record.workers, replica.replicas
+    workers, here = record.workers, replica.agreed.replicas
     if len(workers[0]) != here.shards and mesh_of(replica.model) is not None:
         raise CheckpointError(
             f"{step} was saved by replicas of {len(workers[0])} workers each, and here they have {here.shards}: shard the "

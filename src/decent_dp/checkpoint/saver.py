@@ -268,7 +268,7 @@ class Saver(Listener):
         random = random_states(replica.model)  # after it: a pending update may draw
         text, tensors = encode({"snapshot": snapshot, "random": random, "state": state})
         root = self._roots.setdefault(os.path.realpath(path), _Root())
-        ranks, replicas, round_ = replica.world.control.ranks, replica.replicas, snapshot["round"]
+        ranks, replicas, round_ = replica.world.control.ranks, replica.agreed.replicas, snapshot["round"]
         step = folder.step_name(round_, root.attempt, number, self._transport.run_id, len(ranks))
         root.known.add(step)
         groups = None

@@ -12,12 +12,12 @@ class Cadence:
     A worker that has left rounds out has also left out the calls of all workers in them.
 
     Attributes:
-        made: the number of rounds that this worker has made.
+        made: the number of rounds that this worker has made. ``joins``: how often all workers have left ``join``.
         contexts: how many ``Preemption`` contexts have begun; those of one number, of all workers, belong together.
     """
 
     def __init__(self) -> None:
-        self.made = self.contexts = 0
+        self.made = self.joins = self.contexts = 0
         # Of the last rounds that followed each other: the first, and the one after the last. And rounds left out before them.
         self._first = self._end = self._left_out = 0
         # The round that the others had begun when this worker went on in it.

@@ -16,7 +16,7 @@ from decent_dp.membership import Epochs
 from decent_dp.replica.mates import Mates
 from decent_dp.transport import Transport
 
-__all__ = ["Lifecycle", "State", "passing_error", "shut_down"]
+__all__ = ["Lifecycle", "State", "shut_down"]
 
 _log = logging.getLogger(__name__)
 
@@ -24,8 +24,12 @@ _log = logging.getLogger(__name__)
 class State(enum.Enum):
     """Whether a replica makes rounds. That a round has failed is ``Lifecycle.fault``, in each of these."""
 
-    # -> CLOSED: close().
+    # -> IN_JOIN: join() is entered. -> CLOSED: close().
     OPEN = "open"
+    # -> RUN_OUT: this worker has no batch any more. -> OPEN: an error leaves join().
+    IN_JOIN = "in join()"
+    # -> OPEN: no worker has a batch any more.
+    RUN_OUT = "run out"
     # -> SUPERSEDED: it was unused, and closed because a newer replica takes the model over.
     CLOSED = "closed"
     SUPERSEDED = "superseded"
@@ -42,7 +46,6 @@ class Lifecycle:
     Attributes:
         state: see ``State``.
         fault: the error that left a round. No further one can be made, and the replica can still be read and saved.
-        joining: whether it is inside ``join``.
         before_first_round: of a process that joins a run: makes it a member.
     """
 
@@ -51,13 +54,19 @@ class Lifecycle:
         self._world, self._mates = world, mates
         self.state = State.OPEN
         self.fault: BaseException | None = None
-        self.joining = False
         self.before_first_round: Callable[[], None] | None = None
+        # The exception that was handled already when the replica was made.
+        self._handled = id(sys.exc_info()[1])
 
     @property
     def closed(self) -> bool:
         """Whether rounds are over."""
-        return self.state is not State.OPEN
+        return self.state in (State.CLOSED, State.SUPERSEDED)
+
+    @property
+    def joining(self) -> bool:
+        """Whether it is inside ``join``."""
+        return self.state in (State.IN_JOIN, State.RUN_OUT)
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
@@ -69,6 +78,13 @@ class Lifecycle:
             self.fault = error
             self._world.report(f"{type(error).__name__}: {error}")
             raise
+
+    def passing_error(self) -> BaseException | None:
+        """The exception that passes a ``finally``, or that an ``except`` handles, in the caller or above it; None if there is
+        none, or it was handled already when the replica was made."""
+        error = sys.exc_info()[1]
+        is_end = isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
+        return None if is_end or id(error) == self._handled else error
 
     def refuse_stopped(self) -> None:
         """No round can be made: the replica is closed, failed, or in a CUDA-graph capture."""
@@ -126,17 +142,6 @@ class Lifecycle:
                 f"{what} was called in a process that joins a run, before its first step: it is no member yet, and has the "
                 f"newest state of another worker already. Leave {what} out where replica.roster.seat is -1."
             )
-
-
-def passing_error(handled: int) -> BaseException | None:
-    """The exception that passes a ``finally``, or that an ``except`` handles, in the caller or above it; None if there is none.
-
-    Args:
-        handled: the ``id`` of the one that was handled already when the replica was made.
-    """
-    error = sys.exc_info()[1]
-    is_end = isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
-    return None if is_end or id(error) == handled else error
 
 
 def shut_down(engine: Engine, transport: Transport, epochs: Epochs | None, owner: threading.Thread) -> None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from decent_dp.replica.construction import Agreement, Arguments, connect_replicas
+from decent_dp.replica.lifecycle import State
 from decent_dp.replica.optimizer_guards import params_of, warn_user
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.state_receiver import serve_joiners
@@ -61,7 +62,8 @@ def start_replica(
     try:
         agreed = connect_replicas(model, transport, owned, check_all)
         for replica in older:
-            replica.supersede()
+            replica.close()
+            replica.life.state = State.SUPERSEDED
         made = make(agreed)
         with _LOCK:
             _LIVE.add(made)
@@ -96,7 +98,7 @@ def _find_superseded(model: nn.Module) -> list[Replica]:
         found = []
         for replica in live_replicas():
             shared = [names[id(param)] for param in replica.parameters.params if id(param) in names]
-            if shared and not (replica.unused and len(shared) == len(replica.parameters.params)):
+            if shared and not (replica._is_unused() and len(shared) == len(replica.parameters.params)):
                 found.append(shared[0])
         return found
 
@@ -127,7 +129,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             and not any(own is step for own in replica.optimizers for step in (*running_steps(), *_inside(optimizer)))
         ):
             _WARNED.add(optimizer)
-            warn_user(f"{type(optimizer).__name__} steps parameter '{names[0]}', which {replica.FOREIGN_STEP}")
+            warn_user(f"{type(optimizer).__name__} steps parameter '{names[0]}', which {replica.KIND.foreign_step}")
 
 
 def _inside(optimizer: Optimizer) -> Iterator[Any]:

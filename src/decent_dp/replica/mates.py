@@ -56,13 +56,16 @@ class Mates:
         members: of the run. Where it needs all of its workers nothing is done, either.
 
     Attributes:
+        ranks: of the workers of this replica. ``number``: of the replica; ``position``: of this worker in it.
+        nonfinite_in: the last round in which one of them was not finite, as of the last ``agree_on``; -1 if none ever was.
         error: set when one of them is gone.
     """
 
     def __init__(self, transport: Transport, members: Members) -> None:
         self._transport, self._replicas = transport, (replicas := members.replicas)
         self._monitor = members if replicas.shards > 1 and isinstance(members, MembershipMonitor) else None
-        self._ranks = replicas.workers_of(replicas.place_of(transport.rank)[0])
+        self.number, self.position = replicas.place_of(transport.rank)
+        self.ranks, self.nonfinite_in = replicas.workers_of(self.number), -1
         self._kind, self._votes = "", 0
         self._training = threading.get_ident()
         # Set when there is nothing to look at any more: the replica is closed, or the training thread has got the error.
@@ -73,15 +76,15 @@ class Mates:
 
     def start(self, incarnation: int) -> None:
         """They can be connected. ``incarnation``: of the first of them."""
-        self._kind = f"mates {self._ranks[0]} {incarnation}"
+        self._kind = f"mates {self.ranks[0]} {incarnation}"
         if self._monitor is not None:
-            for rank in set(self._ranks) - {self._transport.rank}:  # in agreements each meets the first one only
+            for rank in set(self.ranks) - {self._transport.rank}:  # in agreements each meets the first one only
                 self._transport.plane.connect(rank)
             start_thread(_looks_of(self), "decent_dp-mates", self._monitor.neighbours.fail)
 
-    def agree_on(self, target: int, nonfinite: int, *, alone: bool = False) -> tuple[int, int]:
-        """The round in which this replica goes on, and the last one in which it was not finite, the same on all of its workers.
-        They call it together.
+    def agree_on(self, target: int, nonfinite: int, *, alone: bool = False) -> int:
+        """The round in which this replica goes on, the same on all of its workers, and so is ``nonfinite_in`` after it. They
+        call it together.
 
         They come to epochs in the same round, too: as soon as all of them know one.
 
@@ -94,25 +97,26 @@ class Mates:
             PeerLostError, PeerTimeoutError: one of them is gone, or does not come.
         """
         if self._monitor is None:
-            return target, nonfinite
+            return target
         epochs = self._monitor.epochs
         if alone:
             if epochs is not None:
                 epochs.limit = math.inf
-            return target, nonfinite
+            self.nonfinite_in = nonfinite
+            return target
         self._training = threading.get_ident()
         name, what, self._votes = f"{self._kind}/{self._votes}", "a round", self._votes + 1
         own = target, nonfinite, 0 if epochs is None else -epochs.coming
-        agreed = self._transport.agree(name, json.dumps(own), among=self._ranks)
+        agreed = self._transport.agree(name, json.dumps(own), among=self.ranks)
         late = f"did not come to {what} of its replica: the workers of one replica make the same steps."
         texts = wait_for_all(self._transport, name, agreed, self._transport.timeout, what, late)
-        if lost := [rank for rank in self._ranks if rank not in texts]:
+        if lost := [rank for rank in self.ranks if rank not in texts]:
             self._lose(lost)
         self.refuse_lost()
-        target, nonfinite, known = map(max, zip(*map(json.loads, texts.values()), strict=True))
+        target, self.nonfinite_in, known = map(max, zip(*map(json.loads, texts.values()), strict=True))
         if epochs is not None:
             epochs.limit = -known
-        return target, nonfinite
+        return target
 
     def refuse_lost(self) -> None:
         """Raises PeerLostError if one of them is gone."""
@@ -127,8 +131,8 @@ class Mates:
             yield
         except RuntimeError as error:
             is_own = type(error).__module__ == PeerLostError.__module__  # says what has happened
-            if self._monitor is None and not is_own and len(self._ranks) > 1 and is_of_network(error):
-                others = [rank for rank in self._ranks if rank != self._transport.rank]
+            if self._monitor is None and not is_own and len(self.ranks) > 1 and is_of_network(error):
+                others = [rank for rank in self.ranks if rank != self._transport.rank]
                 raise self._transport.explain(error, others, "a collective of its replica") from error
             deadline = time.monotonic() + (0.0 if is_own or self._monitor is None else _EXPLAINED)
             while time.monotonic() < deadline and self._look(failed=True):
@@ -140,7 +144,7 @@ class Mates:
 
     def explain(self, modules: Iterable[Any]) -> None:
         """The collectives of these modules of ``fully_shard`` are in ``explaining`` from now on."""
-        if len(self._ranks) == 1:
+        if len(self.ranks) == 1:
             return
         found = weakref.ref(self)
         for group in (group for module in modules for group in param_groups_of(module)):
@@ -165,7 +169,7 @@ class Mates:
         control, replicas = self._transport.control, self._replicas
         deadline = time.monotonic() + self._transport.timeout
         while self._monitor is not None and len(replicas.whole(control.ranks)) * replicas.shards < len(control.ranks):
-            if lost := [rank for rank in self._ranks if rank not in control.ranks]:
+            if lost := [rank for rank in self.ranks if rank not in control.ranks]:
                 self._lose(lost)
                 self.refuse_lost()
             if time.monotonic() > deadline:
@@ -186,7 +190,7 @@ class Mates:
         who = f"worker{'s' if several else ''} {', '.join(map(str, ranks))}"
         self.error = PeerLostError(
             f"{who} {'have' if several else 'has'} ended, or cannot be heard, and worker {own} is of the same "
-            f"replica: this replica cannot go on, and ends. The others continue. Start its workers {list(self._ranks)} again, "
+            f"replica: this replica cannot go on, and ends. The others continue. Start its workers {list(self.ranks)} again, "
             "together: they join the run (decent_dp.join)."
         )
         _log.error("%s", self.error)
@@ -202,7 +206,7 @@ class Mates:
             return True
         neighbours, own = self._monitor.neighbours, self._transport.rank
         gone = {*neighbours.lost(), *neighbours.ended()}.difference([] if failed else neighbours.left())
-        if lost := [rank for rank in self._ranks if rank in gone and rank != own]:
+        if lost := [rank for rank in self.ranks if rank in gone and rank != own]:
             self._lose(lost)
         return self.error is None
 

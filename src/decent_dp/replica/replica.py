@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import sys
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import Any, ClassVar
 
@@ -28,22 +28,55 @@ from decent_dp.faults import Roster
 from decent_dp.replica.cadence import Cadence
 from decent_dp.replica.consistency import check_same_call, gather_by_rank
 from decent_dp.replica.construction import Agreement
-from decent_dp.replica.lifecycle import Lifecycle, State, passing_error, shut_down
+from decent_dp.replica.lifecycle import Lifecycle, State, shut_down
 from decent_dp.replica.mates import Mates
 from decent_dp.replica.mean import Mean
 from decent_dp.replica.module_hooks import HookedModel
 from decent_dp.replica.momenta import Momenta, tell_replicas
 from decent_dp.replica.parameters import Parameters
 from decent_dp.replica.shards import fsdp_modules, local
-from decent_dp.replica.shares import describe_replica
-from decent_dp.replica.stats import Stats
 from decent_dp.replica.uneven import finish_together
 from decent_dp.topo import schedule
 from decent_dp.transport import Collectives, NewcomerTransport, Transport
 
-__all__ = ["Calls", "Listener", "Replica", "Stats"]
+__all__ = ["Calls", "DriverKind", "Listener", "Replica", "Stats"]
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters of one worker.
+
+    Attributes:
+        updates: optimizer steps taken.
+        rounds: rounds made, including those before a restart; more than ``updates`` if a scaler skipped steps, or ``join``
+            made rounds without one.
+        bytes_sent: bytes that this worker has sent for exchanges, without headers and flags.
+        grad_norm: norm of the gradients of the last update before clipping; None without ``grad_clip_norm``.
+        exchanges: finished exchanges of single buckets.
+        waited_s: seconds that the training thread has waited for exchanges.
+        rejected: blocks of parameters that were not mixed, because replicas were further apart than the compression can
+            represent.
+        nonfinite: rounds that this worker sat out, because a replica of its edge had a NaN or an infinity.
+        holes: exchanges of single buckets that were left out, because the other worker was gone, silent or much too slow;
+            0 without ``faults``.
+        one_sided: exchanges that this worker has dropped, as it could not learn whether the other one mixes them: the only
+            ones that can move the mean over the replicas.
+        reconnects: connections to other workers that were made in place of lost ones; 0 without ``faults``.
+    """
+
+    updates: int
+    rounds: int
+    bytes_sent: int
+    grad_norm: float | None
+    exchanges: int = 0
+    waited_s: float = 0.0
+    rejected: int = 0
+    nonfinite: int = 0
+    holes: int = 0
+    one_sided: int = 0
+    reconnects: int = 0
 
 
 class Listener:
@@ -79,7 +112,7 @@ class Calls:
         replica = self.replica
         if replica.life.closed:
             return
-        if (error := passing_error(replica._handled)) is not None:
+        if (error := replica.life.passing_error()) is not None:
             replica.world.report(f"{type(error).__name__}: {error}")
         try:
             with contextlib.ExitStack() as ending:  # from the last line to the first, whatever raises
@@ -112,19 +145,21 @@ class Calls:
         if replica.life.joining:
             raise RuntimeError("join() was entered inside join(): one is enough, around the loop.")
         replica.apply_pending()
-        replica.life.joining = True
+        replica.life.state = State.IN_JOIN
         try:
             yield
             replica.apply_pending()
             replica._follow_others()
-            replica._has_run_out = True
-            finish_together(replica.world, replica.engine, replica.joins, replica._mix_only, replica._between_looks)
-            replica.joins += 1
+            replica.life.state = State.RUN_OUT
+            joins = replica.cadence.joins
+            finish_together(replica.world, replica.engine, joins, replica._mix_only, replica._tell_between_rounds)
+            replica.cadence.joins += 1
         except Exception as error:
             replica.world.report(f"{type(error).__name__} in round {replica.engine.round}: {error}")
             raise
         finally:
-            replica.life.joining = replica._has_run_out = False
+            if not replica.life.closed:
+                replica.life.state = State.OPEN
 
     @contextlib.contextmanager
     def averaged(self, buffers: bool = True) -> Iterator[None]:
@@ -213,7 +248,25 @@ class Calls:
         """Counters of this worker, cheap enough to read at every step."""
         replica, world = self.replica, self.replica.world
         counts = {**vars(replica.engine.stats()), "one_sided": world.one_sided, "reconnects": world.reconnects}
-        return Stats(updates=replica.steps, rounds=replica.engine.round, grad_norm=replica.grad_norm, **counts)
+        return Stats(updates=replica.steps, rounds=replica.engine.round, grad_norm=replica._grad_norm(), **counts)
+
+
+@dataclass(frozen=True)
+class DriverKind:
+    """The words of a driver.
+
+    Attributes:
+        name: in snapshots, and in messages.
+        what: the replica, and ``model`` the expression for the model itself, for messages.
+        entries: those of this driver in a snapshot (``decent_dp.replica.snapshot``).
+        foreign_step: the end of the warning about an optimizer that is not its own and steps its parameters.
+    """
+
+    name: str
+    what: str
+    model: str
+    entries: frozenset[str]
+    foreign_step: str
 
 
 class Replica(Calls, HookedModel):
@@ -226,8 +279,7 @@ class Replica(Calls, HookedModel):
 
     Attributes:
         world: connects all workers; used for collectives, checkpoints and reports.
-        peers: connects the workers that hold the same part of each replica; its ranks are numbers of replicas.
-        replicas: the workers of each replica.
+        agreed: as given.
         parameters: the trainable parameters, with their names.
         momenta: those of the optimizers that are tracked, which are mixed in buckets of their own.
         mean: the backup while the replica holds the mean.
@@ -236,27 +288,17 @@ class Replica(Calls, HookedModel):
         cadence: in which rounds calls of all workers are due.
         scaler: the GradScaler of its loss, or None.
         steps: optimizer steps taken.
-        joins: how often all workers have left ``join``.
         life: whether it can make rounds.
         monitor: who takes part. ``mates``: those that hold parts of this replica.
     """
 
-    # The name of the driver in snapshots, and in messages.
-    KIND: ClassVar[str]
-    WHAT: ClassVar[str]
-    # This driver's entries of a snapshot (``decent_dp.replica.snapshot``).
-    ENTRIES: ClassVar[frozenset[str]]
-    # The expression for the model itself, for messages.
-    MODEL: ClassVar[str]
-    # The end of the warning about an optimizer that is not its own and steps its parameters.
-    FOREIGN_STEP: ClassVar[str]
+    KIND: ClassVar[DriverKind]
 
     def __init__(self, model: nn.Module, transport: Transport, agreed: Agreement) -> None:
-        self.world, self.peers, self.replicas = transport, agreed.peers, agreed.replicas
-        self.settings, self.shares, self.topology = agreed.settings, agreed.shares, agreed.topology
-        self.parameters = Parameters(model, self.shares)
-        compression = check_compression(agreed.settings.compression)
-        self.engine = Engine(self.peers, self.topology, agreed.rule, compression)
+        self.world, self.agreed, shares = transport, agreed, agreed.shares
+        self.parameters = Parameters(model, shares)
+        params, compression = self.parameters.params, check_compression(agreed.settings.compression)
+        self.engine = Engine(agreed.peers, agreed.topology, agreed.rule, compression)
         self.monitor = agreed.monitor
         self.monitor.callbacks.append(lambda _, new: self._tell_optimizers(new.members))
         self.mates = Mates(transport, self.monitor)
@@ -269,21 +311,19 @@ class Replica(Calls, HookedModel):
         self.momenta = Momenta([], {}, agreed.rule)
         self.listeners, self.cadence, self.optimizers = list[Listener](), Cadence(), list[Optimizer]()
         self.scaler: torch.amp.GradScaler | None = None
-        self.steps, self._nonfinite_in = 0, -1
-        self._has_run_out, self.joins = False, 0
-        self._handled = id(sys.exc_info()[1])
-        self._on_cuda = any(param.is_cuda for param in self.parameters.params)
-        self.life = Lifecycle(self.WHAT, self.MODEL, transport, self.mates, on_cuda=self._on_cuda)
-        super().__init__(model, in_ddp=self.shares is not None and self.shares.group.averages)
-        where = f"{self.KIND}: worker {transport.rank} of {transport.world_size}, topology {self.topology!r}"
-        params = self.parameters.params
+        self.steps = 0
+        on_cuda = any(param.is_cuda for param in params)
+        self.life = Lifecycle(self.KIND.what, self.KIND.model, transport, self.mates, on_cuda=on_cuda)
+        super().__init__(model, in_ddp=shares is not None and shares.group.averages)
+        where = f"{self.KIND.name}: worker {transport.rank} of {transport.world_size}, topology {agreed.topology!r}"
         size = f"{sum(param.numel() for param in params)} trainable parameters in {len(params)} tensors"
-        _log.debug("%s, compression %s, %s", where, self.settings.compression, size)
+        _log.debug("%s, compression %s, %s", where, agreed.settings.compression, size)
         if transport.rank == 0:
-            _log.info("%d workers, %d replicas; %s", transport.world_size, len(self.replicas.workers), self._describe_replica())
+            count = len(agreed.replicas.workers)
+            _log.info("%d workers, %d replicas; %s", transport.world_size, count, self._describe_replica())
         # Runs at exit too, also in processes of multiprocessing, where atexit handlers do not run.
         args = (self.engine, transport, self.monitor.epochs, threading.current_thread())
-        self._finalizer = Finalize(self, shut_down, args=args, exitpriority=100)
+        Finalize(self, shut_down, args=args, exitpriority=100)
 
     @property
     def replica(self) -> Replica:  # type: ignore[override]  # read-only
@@ -296,29 +336,44 @@ class Replica(Calls, HookedModel):
         """Makes one round without an optimizer step."""
 
     @abstractmethod
-    def saved_entries(self) -> dict[str, Any]:
-        """Returns the values of ``ENTRIES``."""
+    def _saved_entries(self) -> dict[str, Any]:
+        """Returns the values of ``DriverKind.entries``."""
 
     @abstractmethod
-    def check_entries(self, snapshot: Mapping[str, Any]) -> None:
+    def _check_entries(self, snapshot: Mapping[str, Any]) -> None:
         """Raises ValueError if a snapshot does not fit this driver; changes nothing."""
 
     @abstractmethod
-    def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> tuple[list[Bucket], Callable[[], None]]:
+    def _prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> tuple[list[Bucket], Callable[[], None]]:
         """Returns new buckets for a snapshot, and what loads all entries that are not tensors of the model.
 
         All that the user's objects may refuse is loaded already; ``undo`` reverts it.
         """
 
     @abstractmethod
-    def load_optimizers(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
+    def _load_optimizers(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
         """Loads the state of the optimizers into those that are there; ``undo`` reverts it."""
-
-    # -- rounds -------------------------------------------------------------------------------------------------------
 
     def apply_pending(self) -> None:
         """Makes a pending update, if drivers leave any, before the replica is observed."""
         self.life.refuse_superseded()
+
+    def _is_unused(self) -> bool:
+        """Whether no update was made or begun, so that a newer replica may take the model over."""
+        return not (self.engine.round or self.life.fault is not None or self.life.joining) and self.mean.backup is None
+
+    def _grad_norm(self) -> float | None:
+        """Of the last update before clipping; None without clipping."""
+        return None
+
+    def _has_own_gradients(self) -> bool:
+        """Whether gradients are not averaged yet over the workers of a node."""
+        return False
+
+    def _follow_others(self) -> None:
+        """This worker has run out of batches: it follows those of its node that have not."""
+
+    # -- rounds -------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _round(self) -> Iterator[None]:
@@ -327,13 +382,14 @@ class Replica(Calls, HookedModel):
         # A round may be made during an evaluation. Tensors that it allocates must not be inference tensors.
         with self.life.failing(), torch.inference_mode(False):
             if self.mean.backup is not None:  # this round makes the mean the replica's own values
-                self.invalidate()
-            self.rebind()
+                self._invalidate()
+            self._rebind()
             self.engine.renew()
             if self.life.before_first_round is not None:
                 self.life.before_first_round()
                 self.life.before_first_round = None
-            if self.engine.started is None and self.monitor.tolerates_faults and self.replicas.shards == 1:  # a mesh needs it
+            whole = self.agreed.replicas.shards == 1  # a mesh needs the group
+            if self.engine.started is None and self.monitor.tolerates_faults and whole:
                 self.world.leave_process_group()
             self.mates.refuse_lost()
             self.monitor.look(before := self.engine.round)
@@ -346,7 +402,42 @@ class Replica(Calls, HookedModel):
         for listener in list(self.listeners):
             listener.round_ended()
 
-    def use_buckets(self, buckets: list[Bucket]) -> None:
+    def _exchange(self, *, stepped: bool, step: Callable[[int], None] = lambda _: None) -> None:
+        """Mixes in what is in flight and starts the next exchange, bucket by bucket. It ends the round.
+
+        Args:
+            stepped: whether optimizers step in this round.
+            step: called in between, with the number of the bucket among the present ones.
+        """
+        engine, overlap = self.engine, self.agreed.settings.overlap
+        for number, bucket in enumerate(engine.buckets):
+            if overlap:
+                engine.finish_due(bucket).raise_if_failed()
+            step(number)
+            engine.start(bucket)
+        if not overlap:
+            for bucket in engine.buckets:
+                engine.finish(bucket).raise_if_failed()
+        self._share()
+        engine.wait_for_read()
+        if _log.isEnabledFor(logging.DEBUG):
+            what, ranks = "with" if stepped else "without", engine.topology.get_edge(engine.round).ranks
+            _log.debug("worker %d: round %d %s a step, edge %s", self.world.rank, engine.round, what, ranks)
+        self.cadence.add(engine.round)
+        self.momenta.fade(engine.round, engine.round + 1)
+        engine.advance()
+        self.steps += stepped
+
+    def _share(self) -> None:
+        """The workers of a node gather what each has mixed."""
+        shares, finished = self.agreed.shares, self.engine.finished
+        if shares is not None and finished:
+            for kind, rules in (("parameter", True), ("momentum", False)):
+                buckets = [bucket for bucket in finished if (bucket.rule is self.engine.rule) is rules]
+                shares.gather(kind, (slot.index for bucket in buckets for slot in bucket.buffer.plan.slots))
+        finished.clear()
+
+    def _use_buckets(self, buckets: list[Bucket]) -> None:
         """Replaces all buckets, after the optimizers."""
         self.engine.install(buckets)
         self.monitor.restart()
@@ -356,10 +447,11 @@ class Replica(Calls, HookedModel):
 
     def _tell_optimizers(self, members: Sequence[int]) -> None:
         """Tells optimizers which replicas take part."""
-        tell_replicas(self.optimizers, len(members), schedule.share_of(self.topology, self.peers.rank, members))
+        share = schedule.share_of(self.engine.topology, self.mates.number, members)
+        tell_replicas(self.optimizers, len(members), share)
         self.engine.mark_stale(self.momenta.forget())  # what is in flight is of the members before
 
-    def rebind(self) -> None:
+    def _rebind(self) -> None:
         """Updates the buckets to the parameters' present storage."""
         self.parameters.locate()
         if loaded := self.momenta.follow_loads():  # the difference in flight belongs to the old ones
@@ -367,65 +459,21 @@ class Replica(Calls, HookedModel):
         for bucket in self.engine.buckets:
             bucket.buffer.rebind()
 
-    def _describe_replica(self) -> str:
-        """Describes the unit that mixes, for ``repr`` and the log."""
-        own = self.replicas.workers_of(self.replicas.place_of(self.world.rank)[0])
-        return describe_replica(own, self.shares, self.world.carrier(on_gpus=self._on_cuda))
+    def _invalidate(self, params: Iterable[Tensor] | None = None) -> None:
+        """Drops the state of ``params`` (None: of all), whose values are replaced from outside.
 
-    @property
-    def nonfinite_in(self) -> int:
-        """The last round in which this replica was not finite, the same on all of its workers; -1 if it never was."""
-        return self.engine.nonfinite_in if self.replicas.shards == 1 else self._nonfinite_in
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Of the last update before clipping; None without clipping."""
-        return None
-
-    @property
-    def has_own_gradients(self) -> bool:
-        """Whether gradients are not averaged yet over the workers of a node."""
-        return False
-
-    def share(self) -> None:
-        """The workers of a node gather what each has mixed."""
-        if self.shares is not None and self.engine.finished:
-            for kind, rules in (("parameter", True), ("momentum", False)):
-                buckets = [bucket for bucket in self.engine.finished if (bucket.rule is self.engine.rule) is rules]
-                self.shares.gather(kind, (slot.index for bucket in buckets for slot in bucket.buffer.plan.slots))
-        self.engine.finished.clear()
-
-    def _exchange(self, *, stepped: bool, step: Callable[[int], None] = lambda _: None) -> None:
-        """Mixes in what is in flight and starts the next exchange, bucket by bucket. It ends the round.
-
-        Args:
-            stepped: whether optimizers step in this round.
-            step: called in between, with the number of the bucket among the present ones.
+        If the replica holds the mean, all its values are new, and it keeps them.
         """
-        engine, overlap = self.engine, self.settings.overlap
-        for number, bucket in enumerate(engine.buckets):
-            if overlap:
-                engine.finish_due(bucket).raise_if_failed()
-            step(number)
-            engine.start(bucket)
-        if not overlap:
-            for bucket in engine.buckets:
-                engine.finish(bucket).raise_if_failed()
-        self.share()
-        engine.wait_for_read()
-        if _log.isEnabledFor(logging.DEBUG):
-            what, ranks = "with" if stepped else "without", self.topology.get_edge(engine.round).ranks
-            _log.debug("worker %d: round %d %s a step, edge %s", self.world.rank, engine.round, what, ranks)
-        self.cadence.add(engine.round)
-        self.momenta.fade(engine.round, engine.round + 1)
-        engine.advance()
-        self.steps += stepped
+        if self.mean.backup is not None:
+            self.mean.backup, params = None, None
+        self.engine.mark_stale(None if params is None else self.parameters.names_of(params))
 
     def catch_up(self) -> None:
         """Goes on in the round of the others, if they have gone on without this replica. Called between two rounds."""
         before, target = self.engine.round, round_of_others(self.engine)
-        alone = self._has_run_out and self.shares is None  # at the end of `join` sharded ones make no steps together
-        target, self._nonfinite_in = self.mates.agree_on(target, self.engine.nonfinite_in, alone=alone)
+        # At the end of `join` sharded ones make no steps together.
+        alone = self.life.state is State.RUN_OUT and self.agreed.shares is None
+        target = self.mates.agree_on(target, self.engine.nonfinite_in, alone=alone)
         self.momenta.fade(before, target)  # also in rounds that are left out
         go_to(self.engine, target)
         if self.engine.round > before:
@@ -444,24 +492,23 @@ class Replica(Calls, HookedModel):
         while not self.life.closed and self.monitor.has_to_wait(self.engine.round, at_once=at_once):
             self._tell_boundary()
 
-    def invalidate(self, params: Iterable[Tensor] | None = None) -> None:
-        """Drops the state of ``params`` (None: of all), whose values are replaced from outside.
-
-        If the replica holds the mean, all its values are new, and it keeps them.
-        """
-        if self.mean.backup is not None:
-            self.mean.backup, params = None, None
-        self.engine.mark_stale(None if params is None else self.parameters.names_of(params))
-
-    def _follow_others(self) -> None:
-        """This worker has run out of batches: it follows those of its node that have not."""
-
-    def _between_looks(self) -> None:
+    def _tell_between_rounds(self) -> None:
         self.mates.refuse_lost()
         self.monitor.look(self.engine.round)
         self._tell_boundary()
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+    def _describe_replica(self) -> str:
+        """Describes the unit that mixes, for ``repr`` and the log."""
+        carrier = self.world.carrier(on_gpus=any(param.is_cuda for param in self.parameters.params))
+        own, shares, between = list(self.mates.ranks), self.agreed.shares, f", exchanges over {carrier}" if carrier else ""
+        if len(own) == 1:
+            return f"replica='worker'{between}"
+        if shares is None:
+            return f"replica: sharded over the workers {own}{between}"
+        by = "by DistributedDataParallel " if shares.group.averages else ""
+        return f"replica='node': the workers {own}, gradients averaged {by}over {shares.group.backend}{between}"
+
+    # -- calls of the user's -------------------------------------------------------------------------------------------
 
     def reach_step_boundary(self, what: str) -> None:
         """Finishes a pending update, for a call of the user's named ``what``.
@@ -495,10 +542,10 @@ class Replica(Calls, HookedModel):
             self.momenta.fade(engine.round, max(rounds))
             go_to(engine, max(rounds))
             if self.mean.backup is None:
-                self.rebind()
+                self._rebind()
                 for bucket in engine.buckets:  # a worker in a later round may have mixed what is in flight here
                     engine.finish(bucket)
-                self.share()
+                self._share()
         self.mates.wait_for_whole_replicas()
 
     def meet(self, what: str) -> bool:
@@ -512,25 +559,15 @@ class Replica(Calls, HookedModel):
         """What a framework uses in place of the process group's collectives, which a death breaks; None: it may use those."""
         return self.world.control if self.monitor.tolerates_faults else None
 
-    @property
-    def unused(self) -> bool:
-        """Whether no update was made or begun, so that a newer replica may take the model over."""
-        return not (self.engine.round or self.life.fault is not None or self.life.joining) and self.mean.backup is None
-
     def become_mean(self, what: str) -> list[Tensor]:
         """The replica becomes the mean of all, for the call ``what`` of all workers. Returns as ``Mean.average_``."""
         self.begin_collective(what)
         distances = self.mean.average_(what)
-        self.invalidate()
+        self._invalidate()
         self.engine.renew()
         return distances
 
-    def supersede(self) -> None:
-        """Closes this unused replica, on all workers, because a newer one takes the model over."""
-        self.close()
-        self.life.state = State.SUPERSEDED
-
-    # -- saves and loads ----------------------------------------------------------------------------------------------
+    # -- the model's saves and loads -----------------------------------------------------------------------------------
 
     def _before_save(self) -> None:
         self.apply_pending()
@@ -547,8 +584,8 @@ class Replica(Calls, HookedModel):
             self.mean.release([*params, *buffers])
             self.engine.mark_stale(self.parameters.names_of(params))
         elif params or buffers:
-            self.invalidate(params)
+            self._invalidate(params)
 
     def _after_load(self) -> None:
-        self.rebind()
+        self._rebind()
         self.engine.renew()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from decent_dp.engine.layout import TensorSpec
 from decent_dp.serialization import decode, encode
 from decent_dp.transport import NodeGroup
 
-__all__ = ["Shares", "UnevenNode", "describe_replica"]
+__all__ = ["Shares", "UnevenNode"]
 
 
 class Shares:
@@ -64,17 +64,6 @@ def _cut(tensor: Tensor, rows: int, workers: int) -> list[Tensor]:
     memory = tensor.as_strided((numel,), (1,), tensor.storage_offset())
     matrix = memory.view(rows, numel // rows) if rows > 1 else memory
     return [matrix[len(matrix) * i // workers : len(matrix) * (i + 1) // workers] for i in range(workers)]
-
-
-def describe_replica(workers: Sequence[int], shares: Shares | None, carrier: str) -> str:
-    """Describes the unit that mixes. ``carrier``: of the exchanges; '' in one process."""
-    own, between = list(workers), f", exchanges over {carrier}" if carrier else ""
-    if len(own) == 1:
-        return f"replica='worker'{between}"
-    if shares is None:
-        return f"replica: sharded over the workers {own}{between}"
-    by = "by DistributedDataParallel " if shares.group.averages else ""
-    return f"replica='node': the workers {own}, gradients averaged {by}over {shares.group.backend}{between}"
 
 
 class UnevenNode:

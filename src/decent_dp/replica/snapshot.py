@@ -109,23 +109,23 @@ def take(replica: Replica, *, settled: bool = True) -> dict[str, Any]:
         "buffers": {name: own.get(id(buffer), local(buffer).detach()) for name, buffer in model.named_buffers()},
         "extra_state": {name: module.get_extra_state() for name, module in _with_extra_state(model).items()},
         "grads": {name: local(param.grad).detach() for name, param in named if param.grad is not None},
-        "driver": replica.KIND,
+        "driver": replica.KIND.name,
         "steps": replica.steps,
         **({} if replica.mean.weights is None else {"weight": replica.mean.weights[0]}),
         **replica.engine.state_dict(),
-        **replica.saved_entries(),
+        **replica._saved_entries(),
     }
-    if replica.shares is not None and not replica.shares.is_first:
-        snapshot.update(parameters={}, optim={}, grads=snapshot["grads"] if replica.has_own_gradients else {})
+    if replica.agreed.shares is not None and not replica.agreed.shares.is_first:
+        snapshot.update(parameters={}, optim={}, grads=snapshot["grads"] if replica._has_own_gradients() else {})
     return snapshot
 
 
 def completed(replica: Replica, snapshot: dict[str, Any]) -> dict[str, Any]:
     """A snapshot with what the first worker of this one's node has for all of them. They call it together."""
-    if replica.shares is None:
+    if replica.agreed.shares is None:
         return snapshot
-    common = replica.shares.broadcast({key: snapshot[key] for key in _OF_NODE})
-    is_open = any(replica.shares.group.gather_values(bool(snapshot["grads"]))[1:])
+    common = replica.agreed.shares.broadcast({key: snapshot[key] for key in _OF_NODE})
+    is_open = any(replica.agreed.shares.group.gather_values(bool(snapshot["grads"]))[1:])
     return {**snapshot, **common, "grads": snapshot["grads"] if is_open else common["grads"], "open": is_open}
 
 
@@ -136,11 +136,11 @@ def settle(replica: Replica) -> None:
     """
     engine = replica.engine
     with replica.life.failing(), torch.inference_mode(False):
-        replica.rebind()
+        replica._rebind()
         with replica.mean.suspended():
             for bucket in engine.buckets:
                 engine.finish(bucket).raise_if_failed()
-            replica.share()
+            replica._share()
 
 
 # -- resuming --------------------------------------------------------------------------------------------------------------
@@ -195,11 +195,11 @@ def replace_values(replica: Replica, snapshot: dict[str, Any]) -> None:
     with torch.inference_mode(False), torch.no_grad():
         _check(replica, snapshot)
         with contextlib.ExitStack() as undo:
-            replica.load_optimizers(snapshot, undo)
+            replica._load_optimizers(snapshot, undo)
             undo.pop_all()
-        replica.invalidate()
+        replica._invalidate()
         _write(replica, snapshot)
-        replica.rebind()  # own momenta start from the tracked ones: what mixes had changed was the other one's
+        replica._rebind()  # own momenta start from the tracked ones: what mixes had changed was the other one's
         replica.engine.renew()
 
 
@@ -225,7 +225,7 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None]) 
                 _write(replica, state)
             replica.steps = state["steps"]
             install()
-            replica.use_buckets(buckets)
+            replica._use_buckets(buckets)
             engine.round, engine.factor = state["round"], state["factor"]
             if not state["rule"]["state"]:
                 engine.mark_stale()  # the rule's state is reset to these values
@@ -241,8 +241,8 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None]) 
 
 
 def _prepare(replica: Replica, state: dict[str, Any], undo: contextlib.ExitStack) -> tuple[list[Bucket], Callable[[], None]]:
-    """As ``Replica.prepare_load``. The user's objects load their state here, and may refuse it."""
-    buckets, install = replica.prepare_load(state, undo)
+    """As ``Replica._prepare_load``. The user's objects load their state here, and may refuse it."""
+    buckets, install = replica._prepare_load(state, undo)
     for bucket in buckets:
         if state["rule"]["state"]:
             bucket.load_rule_state(state["rule"]["state"])
@@ -257,12 +257,12 @@ def _prepare(replica: Replica, state: dict[str, Any], undo: contextlib.ExitStack
 def _check(replica: Replica, snapshot: dict[str, Any]) -> None:
     """Raises ValueError if the replica cannot resume from the snapshot."""
     kind = snapshot.get("driver")
-    if kind is not None and kind != replica.KIND:
+    if kind is not None and kind != replica.KIND.name:
         raise ValueError(
-            f"this was saved by {_NAMES.get(kind, kind)}, and cannot be loaded into {_NAMES[replica.KIND]}: use the one that "
-            "saved it, or start from the model that export() wrote"
+            f"this was saved by {_NAMES.get(kind, kind)}, and cannot be loaded into {_NAMES[replica.KIND.name]}: use the one "
+            "that saved it, or start from the model that export() wrote"
         )
-    missing = (_ENTRIES | replica.ENTRIES) - snapshot.keys()
+    missing = (_ENTRIES | replica.KIND.entries) - snapshot.keys()
     if missing:
         raise ValueError(f"this is not a snapshot of a replica: it has no entry {', '.join(map(repr, sorted(missing)))}")
     model = replica.model
@@ -271,7 +271,7 @@ def _check(replica: Replica, snapshot: dict[str, Any]) -> None:
     _check_tensors("buffer", snapshot["buffers"], {name: local(buffer) for name, buffer in model.named_buffers()})
     _check_names("extra state of the module", snapshot["extra_state"], _with_extra_state(model))
     _check_gradients(snapshot["grads"], dict(zip(replica.parameters.names, replica.parameters.params, strict=True)))
-    replica.check_entries(snapshot)
+    replica._check_entries(snapshot)
 
 
 def check_engine_state(replica: Replica, state: Mapping[str, Any]) -> None:

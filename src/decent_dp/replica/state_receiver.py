@@ -78,11 +78,11 @@ class _Joiner:
 
     def fetch(self) -> None:
         """Gets the state of a member; all workers of this replica from those of one replica, if they can."""
-        monitor, replicas = self._monitor, self._replica.replicas
-        _, position = replicas.place_of(self._transport.rank)
+        monitor, replicas = self._monitor, self._replica.agreed.replicas
         drawn = replicas.place_of(random.choice(list(self._members()) or [0]))[0]
         number = self._of_the_first(drawn)
-        rank, state = _fetch_state(self._replica, monitor, self._members, first=replicas.workers_of(number)[position])
+        first = replicas.workers_of(number)[self._replica.mates.position]
+        rank, state = _fetch_state(self._replica, monitor, self._members, first=first)
         _log.info("worker %d has the state of worker %d", self._transport.rank, rank)
         # Their copies may be those of different rounds. What must be the same on all workers of a replica is the first's.
         snapshot = state["snapshot"]
@@ -105,11 +105,10 @@ class _Joiner:
     def enter(self) -> None:
         """Becomes a member, together with the others of its replica, and continues in the first round of the epoch."""
         replica, transport, monitor = self._replica, self._transport, self._monitor
-        own, (number, position) = transport.rank, replica.replicas.place_of(transport.rank)
-        mates = dict(self._gather([own, transport.incarnation]))
-        if set(mates) != {*replica.replicas.workers_of(number)}:
+        own, mates = transport.rank, dict(self._gather([transport.rank, transport.incarnation]))
+        if set(mates) != {*replica.mates.ranks}:
             raise ValueError(
-                f"replica {number} of this run is the workers {list(replica.replicas.workers_of(number))}, and the processes "
+                f"replica {replica.mates.number} of this run is the workers {list(replica.mates.ranks)}, and the processes "
                 f"of this mesh have the ranks {sorted(mates)}: start the workers of one replica together "
                 "(decent_dp.join(rank=...))."
             )
@@ -119,7 +118,7 @@ class _Joiner:
 
         # The epoch waits for workers that have been silent for less than ``dead_after``, and some may fall silent meanwhile.
         patience, found = _STUCK + 2 * monitor.faults.dead_after, dict[str, Any]()
-        if position == 0:  # asks for all of them
+        if replica.mates.position == 0:  # asks for all of them
             _, found = _ask(monitor, transport, self._members, "a seat", seat, patience=patience)
         answer = self._of_the_first(found)
         epoch = Epoch.read(answer["epoch"], answer["text"])
@@ -130,12 +129,12 @@ class _Joiner:
         fetched = replica.engine.round
         first = max(epoch.start, fetched)
         monitor.enter(epoch)
-        replica.joins = answer["joins"]
+        replica.cadence.joins = answer["joins"]
         replica.cadence.contexts += max(0, answer["contexts"] - 1)  # in the last one of the others, or before it
         others = {rank: epoch.incarnations.get(rank, 0) for rank in epoch.members if rank != own}
         with monitor.neighbours.paused():
             transport.enter(others, answer["calls"], first)
-            enter(replica.engine, first, replica.replicas.whole(epoch.members))
+            enter(replica.engine, first, replica.agreed.replicas.whole(epoch.members))
         replica.mates.start(mates[min(mates)])
         # The others have made about as many steps as rounds.
         replica.steps += first - fetched
@@ -146,23 +145,21 @@ class _Joiner:
         Raises:
             PeerLostError: one of them has ended, or does not come within the timeout of their process group.
         """
-        mesh, shares = mesh_of(self._replica.model), self._replica.shares
+        mesh, shares = mesh_of(self._replica.model), self._replica.agreed.shares
         if mesh is None and shares is None:
             return [value]
         try:
             return gather_in_mesh(mesh, value) if shares is None else shares.group.gather_values(value)
         except RuntimeError as error:
-            number, _ = self._replica.replicas.place_of(self._transport.rank)
-            workers = self._replica.replicas.workers_of(number)
+            mates = self._replica.mates
             raise PeerLostError(
-                f"one of the processes that join as replica {number} has ended, or has not come: start its workers "
-                f"{list(workers)} together."
+                f"one of the processes that join as replica {mates.number} has ended, or has not come: start its workers "
+                f"{list(mates.ranks)} together."
             ) from error
 
     def _of_the_first(self, value: T) -> T:
         """The value of the worker of this replica at the first position."""
-        _, position = self._replica.replicas.place_of(self._transport.rank)
-        found: T = dict(self._gather((position, value)))[0]
+        found: T = dict(self._gather((self._replica.mates.position, value)))[0]
         return found
 
 
@@ -177,10 +174,11 @@ class _Healer(Listener):
         self._tried, self._again = -1, 0.0
 
     def reached_boundary(self) -> None:
-        engine, now = self._replica.engine, time.monotonic()
+        engine, mates, now = self._replica.engine, self._replica.mates, time.monotonic()
+        nonfinite_in = engine.nonfinite_in if len(mates.ranks) == 1 else mates.nonfinite_in
         # The workers of a node heal together, at the end of a round.
-        again = math.inf if self._replica.shares is not None else self._again
-        if self._replica.nonfinite_in <= self._last or (engine.round <= self._tried and now < again):
+        again = math.inf if self._replica.agreed.shares is not None else self._again
+        if nonfinite_in <= self._last or (engine.round <= self._tried and now < again):
             return
         self._tried, self._again = engine.round, now + _HEAL_AGAIN
         if self._last < 0 or engine.round >= self._last + _CALM:
@@ -204,7 +202,7 @@ class _Healer(Listener):
         Raises:
             PeerLostError: nobody gives one.
         """
-        shares, rank, why, snapshot = self._replica.shares, -1, "", {}
+        shares, rank, why, snapshot = self._replica.agreed.shares, -1, "", {}
         if shares is None or shares.is_first:
             try:
                 rank, state = _fetch_state(self._replica, monitor, partial(monitor.others, in_store=False), once=True)

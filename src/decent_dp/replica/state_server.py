@@ -198,7 +198,7 @@ class StateServer(Listener):
 
     def _give_seat(self, asker: Asker, wanted: Any) -> bytes:
         """``wanted``: ranks and incarnations of all processes of the asker's replica, which become members together."""
-        monitor, replicas = self._monitor, self._replica.replicas
+        monitor, replicas = self._monitor, self._replica.agreed.replicas
         processes: list[Asker] = [(rank, incarnation) for rank, incarnation in wanted]
         own = replicas.workers_of(replicas.place_of(asker[0])[0])
         is_whole = sorted(rank for rank, _ in processes) == sorted(own)
@@ -221,6 +221,6 @@ class StateServer(Listener):
         epoch = max((future.result() for future in seats.values()), key=lambda epoch: epoch.number)
         _log.info("workers %s have joined, in epoch %d", sorted(own), epoch.number)
         replica = self._replica
-        counts = {"calls": replica.world.control.calls, "joins": replica.joins, "contexts": replica.cadence.contexts}
+        counts = {"calls": replica.world.control.calls, "joins": replica.cadence.joins, "contexts": replica.cadence.contexts}
         answer = {"epoch": epoch.number, "text": epoch.text, "first_bucket": replica.engine.first_bucket}
         return pack_message(answer | counts)
