@@ -157,7 +157,7 @@ BREAKAGES = [
     Breakage(
         "a store that has lost epochs takes a new one from any worker",
         "membership/epoch_store.py",
-        "            if not (is_newest or store.check([whole])):\n                return None\n",
+        '            if not store.check([self._key("whole")]):\n                return None\n',
         "",
     ),
     Breakage(
@@ -287,16 +287,16 @@ BREAKAGES = [
         "        members = members or tuple(sorted(named))\n",
     ),
     Breakage(
-        "members that are not heard do not count where the store has lost epochs",
-        "membership/epochs.py",
-        "back = set(self._back or ()).difference(self._epochs.neighbours.lost())",
-        "back = set()",
+        "a store that has lost epochs gets one from any worker",
+        "membership/epoch_store.py",
+        "if newest > epoch.number or 2 * len({*here, rank}.intersection(epoch.members)) <= len(epoch.members):",
+        "if newest < 0:",
     ),
     Breakage(
         "an epoch for a part of a replica",
         "membership/epochs.py",
-        "offered = bool(self._epochs.replicas.whole(ready))",
-        "offered = bool(ready)",
+        "bool(self._epochs.replicas.whole(ready))",
+        "bool(ready)",
     ),
     Breakage(
         "the end of a replica is torch's error",

@@ -296,7 +296,7 @@ LINES = {
     "optim": (1800, 1700),
     "transport": (8713, 3200),
     "engine": (981, 1000),
-    "membership": (1733, 1100),
+    "membership": (1640, 1100),
     "replica": (5706, 2500),
     "backward": (745, 526),  # with _gossip and ddp 1,600
     "checkpoint": (2389, 1900),

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 import decent_dp
-from tests.helpers import listening
+from tests.helpers import error_of, listening
+from tests.members import make, step
 from tests.test_launch import free_port
-from tests.test_tolerate import error_of, make, step
 
 
 def launched(rank: int, n: int, port: int) -> None:

@@ -22,10 +22,8 @@ import decent_dp
 from decent_dp import data as data_module
 from decent_dp.faults import Roster
 from decent_dp.transport import Replicas, run_replicas
+from tests.members import die, end, make, step, survivors, the_store
 from tests.test_growing import is_grown
-from tests.test_joining import end, the_store
-from tests.test_survivor_calls import die, survivors
-from tests.test_tolerate import make, step
 from tests.workers import hear, say
 
 SIZE, BATCH = 103, 5  # 20 batches, and three samples that an epoch leaves out

@@ -21,10 +21,10 @@ from decent_dp.logging import Recorder
 from decent_dp.replica.cadence import Cadence
 from decent_dp.transport import InProcessTransport
 from tests.framework_cases import as_launched, copies, quiet_frameworks
-from tests.helpers import loss, values
-from tests.test_joining import hear_said, tell, the_store
+from tests.helpers import error_of, loss, values
+from tests.members import DEAD_AFTER, make, the_store
 from tests.test_logging import curves
-from tests.test_tolerate import DEAD_AFTER, error_of, make
+from tests.workers import hear, say
 
 N, FROZEN, EVERY = 4, 3, 20
 # Seconds of a step, the round in which a worker is stopped, for so many seconds, and the last round.
@@ -194,12 +194,12 @@ def joins(rank: int, n: int, folder: str | None) -> Any:
     group = dist.new_group(range(N - 1))
     options: dict[str, Any] = {"process_group": group}
     if rank == N - 1:
-        hear_said("trained")
+        hear("trained")
         options = {"transport": decent_dp.join(the_store())}
     model, optimizer, replica = make(rank, faults=decent_dp.Tolerate(dead_after=DEAD_AFTER, max_workers=N), **options)
     if rank == 0:
         replica.on_roster(lambda *_: None)
-        tell("trained")
+        say("trained")
     board = None if folder is None else Recorder(replica, Path(folder) / "board", every=EVERY)
     assert rank < N - 1 or not replica.due(EVERY)  # it is no member yet
     found = train(replica, model, optimizer, rank, board)

@@ -181,7 +181,7 @@ class Orders(World):
             ]
             state += [epochs.decided, epochs.newest, epochs.own, epochs._new, epochs.promise, keeper._told]
             state += [keeper._wanted, keeper._heard, keeper._is_away, keeper._keep_at > 0]
-            state += [keeper._back, epochs.mixing_from]
+            state += [epochs.mixing_from]
             state += [thread.call is None, thread.heard]
         return hash(repr(state))
 

@@ -18,8 +18,8 @@ from decent_dp.checkpoint import save, saver
 from decent_dp.integrations._survivors import SurvivorCollectives, save_again
 from decent_dp.transport.control_plane import Courier
 from tests.framework_cases import Model, Points, as_launched, copies, quiet_frameworks
-from tests.test_survivor_calls import die, die_in, survivors
-from tests.test_tolerate import error_of, make
+from tests.helpers import error_of
+from tests.members import die, die_in, make, survivors
 
 # Found rather than imported: the imports take seconds, which only the workers need to spend.
 _MISSING = [name for name in ("transformers", "accelerate", "lightning") if importlib.util.find_spec(name) is None]

@@ -15,9 +15,7 @@ from safetensors.torch import load_file
 import decent_dp
 from decent_dp.transport import run_replicas
 from tests.helpers import assert_same, net, values
-from tests.test_joining import end, is_connected, the_store, train
-from tests.test_survivor_calls import die, survivors
-from tests.test_tolerate import make
+from tests.members import die, end, is_connected, make, survivors, the_store, train
 from tests.workers import hear, say
 
 

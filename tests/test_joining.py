@@ -6,12 +6,10 @@ import contextlib
 import gc
 import json
 import os
-import signal
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +24,7 @@ import decent_dp
 from decent_dp.checkpoint import saver as saver_module
 from decent_dp.checkpoint.saver import Saver, _Root
 from decent_dp.errors import DisagreementError, PeerLostError
-from decent_dp.membership import joining
+from decent_dp.membership import runs
 from decent_dp.replica import state_receiver as receiver_module
 from decent_dp.replica import state_server as state_server_module
 from decent_dp.replica import transfer as transfer_module
@@ -34,82 +32,28 @@ from decent_dp.replica.state_server import StateServer
 from decent_dp.replica.transfer import PartialState, StateCopy, pack_message, unpack_message
 from decent_dp.rules import MomentumTracking
 from decent_dp.transport import rendezvous
-from decent_dp.transport.store import server_of
 from tests.helpers import assert_same, net, values
-from tests.test_survivor_calls import die, survivors
-from tests.test_tolerate import DEAD_AFTER, make, step
-from tests.workers import _store, has_said
-from tests.workers import hear as hear_said
-from tests.workers import say as tell
+from tests.members import (
+    DEAD_AFTER,
+    PAUSE,
+    VICTIM,
+    N,
+    begin,
+    die,
+    end,
+    has_begun,
+    is_whole,
+    kill_one,
+    make,
+    step,
+    survivors,
+    the_store,
+    train,
+)
+from tests.workers import _store, has_said, hear, say
 
-N, VICTIM = 4, 2
-PAUSE = 0.02
 # Seconds that a partner that is not in its exchange is waited for (0.4 * dead_after), less some.
 WAIT = 0.4 * DEAD_AFTER - 0.3
-
-
-def the_store() -> str:
-    server = server_of(_store())
-    assert server is not None
-    return f"{server[0]}:{server[1]}"
-
-
-def begin(rank: int, kind: str = "gossip", **options: Any) -> tuple[Any, Any, Any, int]:
-    """The first four processes of a launch are workers. Each other one joins, as worker 2, when it hears "dead"."""
-    group = dist.new_group(range(N))
-    if rank < N:
-        return (*make(rank, kind, process_group=group, **options), rank)
-    hear_said("dead")
-    return (*make(VICTIM, kind, seed=17, transport=decent_dp.join(the_store(), rank=VICTIM), **options), VICTIM)
-
-
-def train(model: Any, optimizer: Any, rank: int, done: Callable[[], bool]) -> float:
-    """Steps until ``done``, which is at an equal number of rounds, or soon. Returns the seconds of the longest step."""
-    t, longest, deadline = 0, 0.0, time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(PAUSE)
-        began = time.monotonic()
-        step(model, optimizer, t, rank)
-        longest = max(longest, time.monotonic() - began)
-        t += 1
-    return longest
-
-
-def is_whole(replica: Any) -> bool:
-    """Whether another process is worker 2 in the present round, and all are connected to it."""
-    return has_begun(replica) and replica.roster.members == tuple(range(N)) and is_connected(replica)
-
-
-def is_connected(replica: Any) -> bool:
-    """To the members that have joined, to all if this one has, and to its partners. Others need no connection: of four that
-    began the run, workers 0 and 3 never meet in 'base-2'."""
-    inner = getattr(replica, "replica", replica)
-    own, newest = inner.world.rank, inner.monitor.epochs.newest
-    start = max(replica.stats().rounds, newest.start)
-    needed = {rank for t in range(start, start + 32) for rank in inner.topology.get_edge(t).ranks}
-    needed |= set(newest.members if own in newest.incarnations else newest.incarnations) & set(newest.members)
-    return needed <= {own, *inner.monitor.neighbours.living()}
-
-
-def has_begun(replica: Any) -> bool:
-    """Whether rounds of the newest epoch have been made. A process that joins takes part in calls from then on."""
-    return replica.roster.epoch > 0 and replica.stats().rounds > replica.roster.start
-
-
-def kill_one(model: Any, optimizer: Any, replica: Any, rank: int) -> None:
-    """Worker 2 of the first four dies after some rounds."""
-    train(model, optimizer, rank, lambda: replica.stats().rounds >= 20)
-    if dist.get_rank() == VICTIM:
-        tell("dead")
-        die()
-
-
-def end(replica: Any) -> None:
-    """All leave together."""
-    with replica.averaged():
-        pass
-    replica.close()
 
 
 # -- the place of a dead worker --------------------------------------------------------------------------------------------
@@ -193,9 +137,9 @@ def tracks(rank: int, n: int, kind: str) -> list[tuple[int, ...]]:
         momenta = momenta_of_all(replica, optimizers, rank)
         assert_exact_mean(momenta)
         found.append(tuple(sorted(momenta)))
-        tell("out")
+        say("out")
     else:
-        hear_said("out")
+        hear("out")
         transport = decent_dp.join(the_store(), rank=VICTIM)
         model, optimizer, replica = make(VICTIM, kind, seed=17, transport=transport, rule=MomentumTracking())
         rank = VICTIM
@@ -238,9 +182,9 @@ def joins_with_a_weight(rank: int, n: int) -> Any:
         model, optimizer, replica = start(rank, WEIGHTS[rank], process_group=group)
         kill_one(model, optimizer, replica, rank)
         train(model, optimizer, rank, lambda: len(replica.roster.members) == N - 1)
-        tell("out")
+        say("out")
     else:
-        hear_said("out")
+        hear("out")
         for wrong in (2.0, None):
             with pytest.raises(ValueError, match=r"worker 2 of this run has weight=2.5, and this process has") as caught:
                 start(17, wrong, transport=decent_dp.join(the_store(), rank=VICTIM))
@@ -302,12 +246,12 @@ def joins_in_a_call(rank: int, n: int) -> Any:
         if rank == 3:
             train(model, optimizer, rank, lambda: has_said("seated"))
     else:
-        tell("ready")
+        say("ready")
         time.sleep(1.0)  # workers 0 and 1 are in their call: they have no time to open the agreement on an epoch, worker 3 has
         receiver_module.random = SimpleNamespace(sample=lambda others, n: sorted(others), choice=min)  # type: ignore[assignment]
         began = time.monotonic()
         step(model, optimizer, 0, rank)
-        tell("seated")
+        say("seated")
         assert time.monotonic() - began < DEAD_AFTER  # then it would count as dead
     if dist.get_rank() < N:
         replica.consensus_distance()
@@ -325,7 +269,7 @@ def joins_in_a_save(rank: int, n: int, path: str) -> Any:
     """A process takes the place of a dead worker while a file of a save is written, which takes long."""
     group = dist.new_group(range(N))
     if rank >= N:
-        hear_said("saving")
+        hear("saving")
         model, optimizer, replica = make(VICTIM, seed=17, transport=decent_dp.join(the_store(), rank=VICTIM))
         train(model, optimizer, VICTIM, lambda: is_whole(replica))
         end(replica)
@@ -337,7 +281,7 @@ def joins_in_a_save(rank: int, n: int, path: str) -> Any:
     saver_module.write_shard = lambda *args: (rank == 3 and written.wait(60), write(*args))[1]  # type: ignore[assignment]
     saving = decent_dp.save(replica, path, wait=False)
     if rank == 0:
-        tell("saving")
+        say("saving")
     train(model, optimizer, rank, lambda: is_whole(replica))
     written.set()
     found = saving.wait(30)
@@ -348,78 +292,6 @@ def joins_in_a_save(rank: int, n: int, path: str) -> Any:
 def test_a_process_that_joins_in_a_save_has_no_part_in_it(workers, tmp_path):
     *found, _ = survivors(workers.outcomes(N + 1, joins_in_a_save, str(tmp_path)))
     assert found == [(True, "None")] * 3
-
-
-def wakes_replaced(rank: int, n: int) -> Any:
-    """Worker 2 is frozen for so long that another process takes its place, and wakes then."""
-    model, optimizer, replica, rank = begin(rank, faults=decent_dp.Tolerate(dead_after=1.5, orphan_for=20.0))
-    train(model, optimizer, rank, lambda: replica.stats().rounds >= 20)
-    if dist.get_rank() == VICTIM:
-        if (freezer := os.fork()) == 0:
-            time.sleep(7)
-            os.kill(os.getppid(), signal.SIGCONT)
-            os._exit(0)
-        tell("dead")
-        os.kill(os.getpid(), signal.SIGSTOP)
-        os.waitpid(freezer, 0)
-        with pytest.raises(PeerLostError, match="another process has taken the place of worker 2"):
-            train(model, optimizer, rank, lambda: False)
-        replica.close()
-        return None
-    train(model, optimizer, rank, lambda: is_whole(replica))
-    begun = time.monotonic()
-    train(model, optimizer, rank, lambda: time.monotonic() > begun + 6)
-    with replica.averaged():
-        mean = values(model)
-    replica.close()
-    return mean
-
-
-@pytest.mark.slow
-def test_a_frozen_worker_whose_place_is_taken_is_told_when_it_wakes(workers):
-    means = [mean for mean in workers(N + 1, wakes_replaced) if mean is not None]
-    assert len(means) == N
-    for mean in means:
-        assert_same(mean, means[0])
-
-
-def leave_and_come(rank: int, n: int) -> Any:
-    """Two of four die together, and three processes come for their two places."""
-    group = dist.new_group(range(N))
-    options: dict[str, Any] = {"faults": decent_dp.Tolerate(dead_after=3.0)}
-    if rank >= N:
-        hear_said("dead")
-        rank = (1, 2, 2)[rank - N]
-        options["transport"] = decent_dp.join(the_store(), rank=rank)
-        time.sleep(0.1 * dist.get_rank())
-    else:
-        options["process_group"] = group
-    model, optimizer, replica = make(rank, seed=dist.get_rank(), **options)
-    train(model, optimizer, rank, lambda: replica.stats().rounds >= 20)
-    if dist.get_rank() in (1, 2):
-        tell("dead")
-        die()
-    try:
-        train(model, optimizer, rank, lambda: is_whole(replica))
-        begun = time.monotonic()
-        train(model, optimizer, rank, lambda: time.monotonic() > begun + 3)
-        with replica.averaged():
-            return values(model)
-    except PeerLostError as error:
-        return str(error)
-    finally:
-        replica.close()
-
-
-@pytest.mark.slow
-def test_several_leave_and_more_come_than_there_are_places(workers):
-    outcomes = workers.outcomes(N + 3, leave_and_come)
-    means = [outcome.value for outcome in outcomes if isinstance(outcome.value, dict)]
-    errors = [outcome for outcome in outcomes if isinstance(outcome.value, str) or outcome.error]
-    assert len(means) == N
-    for mean in means:
-        assert_same(mean, means[0])
-    assert len(errors) == 2 + 1
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------------
@@ -434,7 +306,7 @@ def has_another_model(rank: int, n: int) -> Any:
         found = is_whole(replica)
         end(replica)
         return found
-    hear_said("dead")
+    hear("dead")
     for change in ({"topology": "ring"}, {"faults": None}, {"compression": "bfloat16"}):
         with pytest.raises((DisagreementError, ValueError)) as caught:
             make(VICTIM, transport=decent_dp.join(the_store(), rank=VICTIM), **change)  # type: ignore[arg-type]
@@ -447,7 +319,7 @@ def has_another_model(rank: int, n: int) -> Any:
             faults=decent_dp.Tolerate(dead_after=2.0),
             transport=decent_dp.join(the_store(), rank=VICTIM),
         )
-    tell("tried")
+    say("tried")
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("decent_dp-transport")]
 
 
@@ -486,46 +358,6 @@ def has_an_old_checkpoint(rank: int, n: int, path: str) -> Any:
 def test_an_old_checkpoint_does_not_get_into_a_replica_that_joins(workers, tmp_path):
     found = survivors(workers.outcomes(N + 1, has_an_old_checkpoint, str(tmp_path)))
     assert len(found) == N
-
-
-def donor_dies(rank: int, n: int) -> Any:
-    """The first worker that gives its state dies half-way."""
-    transfer_module._CHUNK = 1000
-    chunk = StateCopy.chunk
-
-    def dies(copy: Any, begin: int) -> bytes:
-        if begin > 3000 and _store().add("donors", 1) == 1:
-            die()
-        return chunk(copy, begin)
-
-    StateCopy.chunk = dies  # type: ignore[method-assign]
-    model, optimizer, replica, rank = begin(rank, faults=decent_dp.Tolerate(dead_after=2.0))
-    kill_one(model, optimizer, replica, rank)
-    train(
-        model,
-        optimizer,
-        rank,
-        lambda: (
-            has_begun(replica)
-            and len(replica.roster.members) == N - 1
-            and VICTIM in replica.roster.members
-            and not replica.roster.holes
-        ),
-    )
-    with replica.averaged():
-        mean = values(model)
-    replica.close()
-    return mean
-
-
-@pytest.mark.slow
-def test_another_member_gives_its_state_if_the_first_dies(workers):
-    outcomes = workers.outcomes(N + 1, donor_dies)
-    means = [outcome.value for outcome in outcomes if outcome.value is not None]
-    assert [outcome.exitcode for outcome in outcomes].count(-9) == 2
-    assert len(means) == N - 1
-    for mean in means:
-        assert_same(mean, means[0])
 
 
 def connection_breaks(rank: int, n: int) -> Any:
@@ -576,7 +408,7 @@ def joins_while_others_wait(rank: int, n: int) -> Any:
     """Worker 0 has run out of batches, and waits for the others. A process comes, which asks worker 0 for its seat."""
     group = dist.new_group(range(N))
     if rank == N:
-        hear_said("dead")
+        hear("dead")
         time.sleep(1.0)
         transport = decent_dp.join(the_store(), rank=VICTIM)
         receiver_module.random = SimpleNamespace(sample=lambda others, n: sorted(others, reverse=True), choice=max)  # type: ignore[assignment]
@@ -589,7 +421,7 @@ def joins_while_others_wait(rank: int, n: int) -> Any:
             train(model, optimizer, rank, lambda: replica.stats().rounds >= 20)
         elif dist.get_rank() == VICTIM:
             train(model, optimizer, rank, lambda: replica.stats().rounds >= 20)
-            tell("dead")
+            say("dead")
             die()
         else:  # until the new process takes part in calls
             train(model, optimizer, rank, lambda: is_whole(replica) and replica.stats().rounds > replica.roster.start + 10)
@@ -614,7 +446,7 @@ def joiner_dies(rank: int, n: int) -> Any:
     if rank == N + 1:
         receiver_module._Joiner.enter = lambda self: _ask_and_die(self)  # type: ignore[method-assign]
     if rank == N + 2:
-        hear_said("dead")
+        hear("dead")
         time.sleep(4)
     model, optimizer, replica, rank = begin(rank)
     kill_one(model, optimizer, replica, rank)
@@ -658,7 +490,7 @@ def test_what_join_is_given_is_checked(monkeypatch):
         unused.bind(("127.0.0.1", 0))
         with pytest.raises(PeerLostError, match=r"^no store answers at 127\.0\.0\.1.*refused\)\. It must be that of the run"):
             decent_dp.join(f"127.0.0.1:{unused.getsockname()[1]}")
-    monkeypatch.setattr(joining, "_FREE", 0.2)
+    monkeypatch.setattr(runs, "_FREE", 0.2)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
@@ -687,7 +519,7 @@ def test_what_join_is_given_is_checked(monkeypatch):
         with pytest.raises(ValueError, match="rank must be from 0 to 4, as this run can have 5 workers"):
             decent_dp.join(f"127.0.0.1:{store.port}", rank=rank)  # type: ignore[arg-type]
     monkeypatch.setenv("RANK", "3")
-    assert joining._look_for_a_place(f"127.0.0.1:{store.port}", None, None)[1] == 3
+    assert runs._look_for_a_place(f"127.0.0.1:{store.port}", None, None)[1] == 3
     for encrypt in (True, False):
         with pytest.raises(ValueError, match=f"encrypt={encrypt}, and the run at the store was started with encrypt=None"):
             decent_dp.join(f"127.0.0.1:{store.port}", encrypt=encrypt)

@@ -21,7 +21,7 @@ import decent_dp
 from decent_dp.launch import Launch, initialize_dist, read_environment
 from decent_dp.launch.group import _unused_store
 from tests.helpers import listening
-from tests.test_tolerate import make, step
+from tests.members import make, step
 from tests.workers import _store
 
 TORCHRUN = {

@@ -13,7 +13,7 @@ import decent_dp
 from decent_dp.transport.waiter import Repeats
 from tests.faulty_link import FaultyLinks, RemoteLinks, connect_through
 from tests.helpers import assert_same, values
-from tests.test_tolerate import make, step
+from tests.members import make, step
 
 
 class Lines(logging.Handler):

@@ -15,9 +15,9 @@ import torch.distributed as dist
 import decent_dp
 from decent_dp.logging import Recorder
 from tests.helpers import loss
-from tests.test_joining import hear_said, tell, the_store
+from tests.members import make, the_store
 from tests.test_logging import curves
-from tests.test_tolerate import make
+from tests.workers import hear, say
 
 N, EVERY, ROUNDS = 3, 10, 150
 
@@ -26,13 +26,13 @@ def record(rank: int, n: int, folder: str) -> None:
     group = dist.new_group(range(N))
     options: dict[str, Any] = {"process_group": group}
     if rank == N:
-        hear_said("dead")
+        hear("dead")
         rank, options = 0, {"transport": decent_dp.join(the_store(), rank=0)}
     model, optimizer, replica = make(rank, **options)
     board = Recorder(replica, Path(folder) / "board", every=EVERY)
     while replica.stats().rounds < ROUNDS:
         if dist.get_rank() == 0 and replica.stats().rounds == 25:
-            tell("dead")
+            say("dead")
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.03)
         value = loss(model, replica.stats().updates, rank)

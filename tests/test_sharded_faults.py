@@ -27,10 +27,8 @@ from decent_dp.replica.mates import Mates
 from decent_dp.transport import Replicas
 from decent_dp.transport.tree import Tree
 from tests.helpers import assert_same
+from tests.members import DEAD_AFTER, die_in, the_store
 from tests.sharded_cases import Odd, inputs, needs_shards, shard, values
-from tests.test_joining import the_store
-from tests.test_survivor_calls import die_in
-from tests.test_tolerate import DEAD_AFTER
 from tests.workers import _store, hear, say
 
 pytestmark = needs_shards
@@ -297,7 +295,7 @@ def make_mates(texts: dict[int, str]) -> tuple[Mates, Any]:
     neighbours = SimpleNamespace(lost=nobody, ended=nobody, left=nobody, fail=lambda error: None)
     transport: Any = Fake(texts)
     monitor: Any = make_monitor(transport, neighbours, ((0, 1), (2, 3)))
-    monitor.epochs = SimpleNamespace(coming=7, limit=math.inf, keeper=SimpleNamespace(stop=lambda: None))
+    monitor.epochs = SimpleNamespace(own=SimpleNamespace(number=7), limit=math.inf, keeper=SimpleNamespace(stop=lambda: None))
     return Mates(transport, monitor), monitor
 
 

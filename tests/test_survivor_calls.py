@@ -6,7 +6,7 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,44 +23,10 @@ from decent_dp.replica.replica import Replica
 from decent_dp.transport import ProcessGroupTransport
 from decent_dp.transport.control_plane import Courier
 from tests.helpers import assert_same, values
-from tests.test_tolerate import make, step
-from tests.workers import Outcome, _store
+from tests.members import VICTIM, N, die, die_in, is_of, make, step, survivors
+from tests.workers import _store
 
-N, VICTIM = 4, 2
 LIVING = [0, 1, 3]
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_in(holder: Any, name: str, *, after: bool = False, when: Callable[..., bool] = lambda *_: True) -> None:
-    """This process dies at the beginning, or the end, of the first call of a method that ``when`` accepts."""
-    method = getattr(holder, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        dies = when(*args)
-        if dies and not after:
-            die()
-        result = method(*args, **kwargs)
-        if dies:
-            die()
-        return result
-
-    setattr(holder, name, call)
-
-
-def is_of(kind: str) -> Callable[..., bool]:
-    """Whether an agreement is of this kind."""
-    return lambda _, name, *texts: name.startswith(kind)
-
-
-def survivors(outcomes: Sequence[Outcome], victim: int = VICTIM) -> list[Any]:
-    """What the others have returned; ``victim``: -1 if none dies."""
-    assert victim < 0 or outcomes[victim].exitcode == -signal.SIGKILL
-    for rank, outcome in enumerate(outcomes):
-        assert rank == victim or outcome.error == "", f"worker {rank}: {outcome.trace}"
-    return [outcome.value for rank, outcome in enumerate(outcomes) if rank != victim]
 
 
 def train(model: Any, optimizer: Any, rank: int, steps: range) -> None:

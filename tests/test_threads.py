@@ -20,8 +20,8 @@ from decent_dp.logging import publisher as publisher_module
 from decent_dp.transport import InProcessTransport, process_group, run_replicas
 from decent_dp.transport.waiter import Waiter, start_thread, telling
 from tests.helpers import alone, loss, net
+from tests.members import make, step
 from tests.test_log_lines import Lines
-from tests.test_tolerate import make, step
 from tests.workers import has_said, hear, say
 
 

@@ -63,12 +63,41 @@ def test_seconds_are_said_with_two_digits():
     }
 
 
+# The largest figures on a busy machine, in seconds; steps that are lost: none.
+LIMITS: dict[str, dict[str, float]] = {
+    "kill": {"hole": 1.0, "longest": 1.5, "planned": 5.0},
+    "freeze": {"hole": 5.0, "longest": 5.0, "planned": 16.0, "mixed": 6.0},
+    "wakes in time": {"longest": 5.0, "mixed": 3.0},
+    "short freeze": {"longest": 4.0, "left_out": 0},
+    "nan": {"longest": 1.5, "healed": 3.0, "sick": 0},
+    "close": {"longest": 1.5, "planned": 5.0},
+    "suspended": {"left_out": 2},
+    "too few": {"error": 3.0},
+    "alone": {"longest": 5.0, "mixed": 6.0},
+    "cut": {"longest": 1.5, "mixed": 2.0},
+    "half-open": {"longest": 3.0, "mixed": 4.0},
+    "one way": {"hole": 5.0, "longest": 5.0},
+    "damage": {"longest": 1.5, "mixed": 2.0},
+    "slow link": {"longest": 2.0},
+    "halves": {"hole": 5.0, "longest": 5.0, "mixed": 5.0},
+    "average": {"returned": 3.0},
+    "save": {"returned": 5.0, "failed": 5.0, "longest": 1.5},
+    "preemption": {"stopped": 3.0},
+    "building": {"built": 5.0},
+    "new process": {"joined": 6.0, "longest": 1.5},
+    "donor": {"joined": 8.0, "longest": 1.5},
+    "replaced": {"error": 3.0},
+    "two leave": {"joined": 8.0, "longest": 1.5},
+    "misfit": {"refused": 3.0, "longest": 1.5},
+    "store": {"longest": 1.5, "planned_later": 5.0},
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["kill", "new process"])
-def test_a_fault_costs_the_others_no_step_and_no_wait(workers, name):
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_fault_costs_the_others_no_step_and_hardly_a_wait(workers, name):
     found = what_if.run(workers, name)
     assert found["lost"] == 0
-    assert 0.0 < found["hole"] < 1.0
-    assert found["longest"] < 1.5
-    if name == "new process":
-        assert 0.0 < found["joined"] < 6.0
+    for figure, limit in LIMITS[name].items():
+        assert found[figure] is not None, (figure, found)
+        assert found[figure] <= limit, (figure, found)

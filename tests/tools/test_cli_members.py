@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from decent_dp.tools.cli.app import run
-from tests.test_joining import the_store
-from tests.test_survivor_calls import survivors
-from tests.test_tolerate import make, step
+from tests.members import make, step, survivors, the_store
 
 N, VICTIM = 3, 1
 

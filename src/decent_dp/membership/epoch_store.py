@@ -1,11 +1,11 @@
-"""What a run keeps in the store where faults are tolerated: its epochs, and what a process needs to join it.
+"""What runs that tolerate faults keep in a store: their list, and for each its epochs and what a process needs to join it.
 
 The keys of an epoch, below the id of the run:
 
 - ``epoch/N``: the epoch. The first text stays, whoever writes another one.
 - ``epoch/N/proposal``: who wants it, and sees to it first.
 - ``epoch/N/promises``: a line of each worker that takes part (``Promise``).
-- ``epoch/N/back``: if the store has lost the epochs, the ranks of the workers that know this one as the newest.
+- ``epoch/N/back``: if the store has lost the epochs, the ranks of the workers that know of none newer than this one.
 
 Beside them are ``epoch``, a number from which on the newest one is looked for, and ``whole``: a store that has it has lost none
 of the epochs.
@@ -23,12 +23,13 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store
 
-from decent_dp.membership.index import Entry, enter
+from decent_dp.errors import PeerLostError
+from decent_dp.faults import check_run
 from decent_dp.transport import Replicas
 from decent_dp.transport.rendezvous import ROOT, RUNS
-from decent_dp.transport.store import UNREADABLE, StoreClient, count_of, read_bytes, warn_of_unreadable
+from decent_dp.transport.store import UNREADABLE, StoreClient, count_of, read_bytes, read_text, warn_of_unreadable
 
-__all__ = ["Epoch", "EpochStore", "Promise", "newest_epoch"]
+__all__ = ["Entry", "Epoch", "EpochStore", "Promise", "UnreadableError", "newest_epoch", "parse", "runs_in"]
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +39,62 @@ _LEAVE = 2.0
 _KEPT = 8
 
 T = TypeVar("T")
+
+
+class UnreadableError(PeerLostError):
+    """The store holds something else than it should.
+
+    Args:
+        key: below ``ROOT``.
+        what: should be there.
+        found: what is there.
+    """
+
+    def __init__(self, key: str, what: str, found: str) -> None:
+        super().__init__(
+            f"the store has {found} under the key '{ROOT}/{key}', where {what} should be: another program, or another version "
+            "of decent_dp, has written or removed it. Start the store again, empty: the members of a run write it anew. Or "
+            "give each program a store of its own."
+        )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run. ``run_id``, 32 hexadecimal digits, is drawn and begins its keys; ``name`` is the user's, or drawn."""
+
+    run_id: str
+    name: str
+
+    @classmethod
+    def read(cls, run_id: str, name: str) -> Entry:
+        """Raises ValueError or TypeError if it is none that a run writes."""
+        if len(bytes.fromhex(run_id)) != 16 or check_run(name) is None:
+            raise ValueError("no entry of a run")
+        return cls(run_id, name)
+
+
+def parse(key: str, what: str, text: str | None, read: Callable[[Any], T]) -> T:
+    """What ``read`` makes of the JSON in ``text``.
+
+    Raises:
+        UnreadableError: it raises one of ``UNREADABLE``, or there is nothing.
+    """
+    with contextlib.suppress(*UNREADABLE):
+        return read(json.loads(text or ""))
+    raise UnreadableError(key, what, "nothing" if text is None else repr(text if len(text) <= 60 else f"{text[:59]}…"))
+
+
+def runs_in(store: Store) -> list[Entry]:
+    """The runs, in the order in which they were registered. All keys of ``store`` begin with ``ROOT``.
+
+    Raises:
+        UnreadableError: there is something else.
+    """
+    return _entries(read_text(store, RUNS))
+
+
+def _entries(text: str | None) -> list[Entry]:
+    return parse(RUNS, "the list of runs", text, lambda said: [Entry.read(*pair) for pair in said]) if text else []
 
 
 @dataclass(frozen=True)
@@ -181,50 +238,40 @@ class EpochStore:
         def write(store: Store) -> bool:
             self._write_records(store)
             store.compare_set(self._key("whole"), "", "1")
-            return enter(store, self.entry, over)
+            return self._enter(store, over)
 
         return self._store.run(write)
 
-    def republish_if_missing(self, epoch: Epoch, *, is_newest: bool, begins: bool = False) -> bool:
-        """Writes the epoch and what a process needs to join, as far as it is missing.
+    def come_back(self, epoch: Epoch, rank: int, newest: int) -> bool:
+        """Worker ``rank`` writes what is missing: the newest epoch that it knows, and what a process needs to join.
+
+        A store that has lost the epochs gets one when a majority of its members has come back and knows of none newer, so that
+        it surely is the newest.
 
         Args:
-            is_newest: the run surely has no later epoch. Else a store that has lost epochs gets nothing.
-            begins: the run has just begun, so that no epoch can be lost.
+            newest: the largest number of an epoch that this worker has heard of.
 
         Returns:
-            Whether the store has lost none. What is written here does not make it whole: ``decide`` does.
+            Whether the store has all that it is to keep.
         """
-        whole, own = self._key("whole"), self._key(f"epoch/{epoch.number}")
+        whole, own, back = self._key("whole"), self._key(f"epoch/{epoch.number}"), self._key(f"epoch/{newest}/back")
 
         def write(store: Store) -> bool:
             keys = [RUNS, whole, *map(self._key, self._records), *([own] if epoch.number else [])]
             if store.check(keys):
                 return True  # as nearly always: the texts are as long as there are workers, and each of them looks
-            if begins:
-                store.compare_set(whole, "", "1")
-            is_whole = bool(store.check([whole]))
-            if is_whole or is_newest:
-                if epoch.number:
-                    store.compare_set(own, "", epoch.text)
-                    store.compare_set(self._key("epoch"), "", str(epoch.number))
-                self._put_back(store)
-            return is_whole
-
-        return self._store.run(write)
-
-    def come_back(self, number: int, rank: int) -> frozenset[int] | None:
-        """Worker ``rank``, whose newest epoch has this number, has come to the store. Returns None if that has lost no epochs,
-        else all workers that have come back to it with the same newest epoch: a worker hears only a few others itself."""
-        key, own = self._key(f"epoch/{number}/back"), str(rank).encode()
-
-        def write(store: Store) -> frozenset[int] | None:
-            if store.check([self._key("whole")]):
-                return None
-            found = (read_bytes(store, key) or b"").split()
-            if own not in found:
-                store.append(key, f"{rank}\n")  # type: ignore[attr-defined]
-            return frozenset(int(line) for line in (*found, own) if line.isdigit())
+            if not store.check([whole]):
+                here = {int(line) for line in (read_bytes(store, back) or b"").split() if line.isdigit()}
+                if rank not in here:
+                    store.append(back, f"{rank}\n")  # type: ignore[attr-defined]
+                if newest > epoch.number or 2 * len({*here, rank}.intersection(epoch.members)) <= len(epoch.members):
+                    return False
+            if epoch.number:
+                store.compare_set(own, "", epoch.text)
+                store.compare_set(self._key("epoch"), "", str(epoch.number))
+            store.compare_set(whole, "", "1")
+            self._put_back(store)
+            return True
 
         return self._store.run(write)
 
@@ -263,20 +310,16 @@ class EpochStore:
                     found[promise.rank] = max(promise, found.get(promise.rank, promise), key=lambda one: one.incarnation)
         return found
 
-    def decide(self, epoch: Epoch, *, is_newest: bool) -> Epoch | None:
+    def decide(self, epoch: Epoch) -> Epoch | None:
         """Writes an epoch, if there is none of its number.
-
-        Args:
-            is_newest: as of ``republish_if_missing``, for the epoch before.
 
         Returns:
             The one that counts; None if the store has lost epochs, and this may be no new one, or if it cannot be written.
         """
-        own, whole = self._key(f"epoch/{epoch.number}"), self._key("whole")
-        old = max(0, epoch.number - _KEPT)
+        own, old = self._key(f"epoch/{epoch.number}"), max(0, epoch.number - _KEPT)
 
         def write(store: Store) -> Epoch | None:
-            if not (is_newest or store.check([whole])):
+            if not store.check([self._key("whole")]):
                 return None
             won = store.compare_set(own, "", epoch.text)
             if Epoch.stored(epoch.number, won) is None:
@@ -284,7 +327,6 @@ class EpochStore:
                 won = store.compare_set(own, won, epoch.text)  # type: ignore[arg-type]  # unless another one was faster
             if (found := Epoch.stored(epoch.number, won)) is not None:
                 store.set(self._key("epoch"), str(epoch.number))  # where those that join begin to look
-                store.compare_set(whole, "", "1")
                 self._put_back(store)
                 for name in ("proposal", "promises", "back"):
                     store.delete_key(self._key(f"epoch/{old}/{name}"))
@@ -322,13 +364,32 @@ class EpochStore:
         if store.check([RUNS, *map(self._key, self._records)]):
             return
         self._write_records(store)
-        if not enter(store, self.entry) and not self._warned:
+        if not self._enter(store) and not self._warned:
             self._warned = True
             _log.warning(
                 "another run has taken the name %r at the store, and nobody can join this one: give each run a name of its own "
                 "(faults=decent_dp.Tolerate(run=...))",
                 self.entry.name,
             )
+
+    def _enter(self, store: Store, over: Collection[str] = ()) -> bool:
+        """Adds this run to the list, and removes those that are over. Returns False if another run has its name."""
+        while True:  # until nobody else changes it at the same time
+            text = read_text(store, RUNS)
+            try:
+                found = _entries(text)
+            except UnreadableError as error:
+                _log.warning("%s It is replaced.", error)
+                store.set(RUNS, "")
+                continue
+            kept = [one for one in found if one.run_id not in over]
+            if self.entry not in kept:
+                if self.entry.name in [one.name for one in kept]:
+                    return False
+                kept.append(self.entry)
+            wanted = json.dumps([[one.run_id, one.name] for one in kept])
+            if kept == found or store.compare_set(RUNS, text or "", wanted).decode() == wanted:
+                return True
 
     def _key(self, name: str) -> str:
         return f"{self._run_id}/{name}"

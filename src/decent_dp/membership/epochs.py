@@ -12,8 +12,8 @@ late: the first text under a number stays, and all that it names have promised n
 once, and never taken back: somebody may have read it. The membership thread makes it, also while training is busy.
 
 So of a network that has fallen into parts only those with the store make epochs. Without it there are none: members that are
-gone stay holes. A store that is back and empty gets the newest epoch again when a majority of its members has come back there,
-and they make another one: with a majority of its members an epoch is surely the newest one.
+gone stay holes. A store that is back and empty gets the newest epoch again when a majority of its members has come back there
+and knows of none newer.
 
 A process that takes the place of a worker is named in the promise of the member that it has asked. It becomes a member with the
 epoch, and its incarnation tells it from the process before it (``decent_dp.transport.hello``). Each epoch lists the
@@ -27,7 +27,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -78,9 +78,8 @@ class Epochs:
         lock: of what both threads change.
         limit: the training thread comes to no epoch of a larger number.
         newest: the newest epoch that names this worker, as its training thread knows them; it may begin later.
-        decided: the newest epoch; a process that joins knows none yet. ``own``: the newest of those that name this worker.
+        decided: the newest epoch; a process that joins knows none yet.
         promise: of this worker, for the epoch after ``decided``.
-        replaced: another process is this worker by now.
         mixing_from: until this round this worker mixes with nobody, since it does not know the rounds of the epochs before.
     """
 
@@ -96,8 +95,8 @@ class Epochs:
         self.rank, self.incarnation, self.replicas = rank, incarnation, replicas
         self.limit: float = math.inf
         self.neighbours, self._topology = neighbours, topology
-        self.replaced, self.mixing_from = False, 0
-        self.newest = self.own = Epoch.first(len(replicas.workers) * replicas.shards)
+        self.mixing_from = 0
+        self.newest = Epoch.first(len(replicas.workers) * replicas.shards)
         self.decided = None if incarnation else self.newest
         # Those of this worker's epochs that its training thread has not come to.
         self._new: list[Epoch] = []
@@ -106,16 +105,21 @@ class Epochs:
         self.keeper = EpochKeeper(self, store)
 
     @property
-    def coming(self) -> int:
-        """The number of the newest epoch that the training thread can come to."""
+    def own(self) -> Epoch:
+        """The newest epoch that names this worker. Its training thread may come to it later."""
         with self.lock:
-            return self._new[-1].number if self._new else self.newest.number
+            return self._new[-1] if self._new else self.newest
+
+    @property
+    def replaced(self) -> bool:
+        """Whether another process is this worker by now."""
+        return self.decided is not None and self.decided.incarnations.get(self.rank, 0) > self.incarnation
 
     @property
     def is_member(self) -> bool:
         """Whether the newest epoch that this worker knows of names it."""
         with self.lock:
-            return self.decided is self.own
+            return self.decided is not None and self.rank in self.decided.members and not self.replaced
 
     # -- in the training thread ---------------------------------------------------------------------------------------
 
@@ -138,7 +142,7 @@ class Epochs:
     def enter(self, epoch: Epoch) -> None:
         """This process, which has joined, is a member from this epoch on."""
         with self.lock:
-            self.decided = self.newest = self.own = epoch
+            self.decided = self.newest = epoch
         self._topology.change(epoch.start, self.replicas.whole(epoch.members))
         self.neighbours.enter_epoch(epoch.number)
 
@@ -155,7 +159,7 @@ class Epochs:
         """What another member knows (``known``), for a process that joins."""
         number, start, dealt, text = known
         if number:
-            self.newest = self.own = Epoch.read(number, text)
+            self.newest = Epoch.read(number, text)
         self.deal_from(start, dealt)
 
     @property
@@ -183,11 +187,7 @@ class Epochs:
     def deal_from(self, round_: int, dealt: int) -> None:
         """The data of the newest epoch are dealt from this round on, after so many shares."""
         with self.lock:
-            known, own, newest = self.decided, self.own, self.newest
-            self.newest = replace(newest, start=round_, dealt=dealt)
-            if own.number == newest.number:
-                self.own = self.newest
-                self.decided = self.own if known is own else known
+            self.newest = replace(self.newest, start=round_, dealt=dealt)
 
     def _apply(self, round_: int) -> Epoch | None:
         """The training thread comes to the next epoch, which it returns."""
@@ -216,10 +216,7 @@ class Epochs:
         with self.lock:
             has_missed = self.mixing_from > 0 or not self.is_member or epoch.number == self.own.number
             self.decided, self.promise = epoch, None
-            self.replaced |= epoch.incarnations.get(self.rank, 0) > self.incarnation
-            is_mine = self.rank in epoch.members and not self.replaced
-            if is_mine:
-                self.own = epoch
+            if is_mine := self.is_member:
                 self._new.append(epoch)
                 # Others make the rounds until then by an epoch that this worker knows nothing of.
                 self.mixing_from = epoch.start if has_missed else 0
@@ -258,9 +255,8 @@ class EpochKeeper:
         # Whether the store did not answer the last time; whether that was said; and how many workers have left.
         self._is_away = self._is_warned = False
         self._left = 0
-        # If it has lost epochs: who has come back to it. Whether it has none as the run begins; when the next look is due.
-        self._back: frozenset[int] | None = None
-        self._begins, self._keep_at = not epochs.incarnation, 0.0
+        # When it is looked at whether it has what it is to keep.
+        self._keep_at = 0.0
 
     @property
     def _epochs(self) -> Epochs:
@@ -371,14 +367,19 @@ class EpochKeeper:
                 self._take_in(found)
                 return 0.0
             if is_behind:  # the store has lost that epoch, and those that know it put it back
+                self._keep(known)
                 return _SOON
         elif not self._wants():
             self._keep(known)
             return _LOOK
-        if self._epochs.promise is None and not self._may_promise(known):
-            self._keep(known)
-            return _LOOK
         if not self._told.in_store:
+            # Else nobody can bring the epoch about, and a promise would leave rounds out.
+            if not self._come_back(known):
+                self._warn(
+                    f"the members cannot change, as the store has lost epochs, and most of epoch {known.number} are missing"
+                )
+                return _LOOK
+            self._is_warned = False
             self._tell(known)
         if (decided := self._decide(known)) is not None:
             self._take_in(decided)
@@ -386,13 +387,11 @@ class EpochKeeper:
         return _SOON
 
     def _wants(self) -> bool:
-        """Whether this worker wants another epoch. The lowest member brings one back that the store has lost."""
+        """Whether this worker wants another epoch."""
         now = time.monotonic()
         with self._epochs.lock:
             ready = [rank for rank, (_, since, _) in self._candidates.items() if now - since >= _SETTLE]
-            offered = bool(self._epochs.replicas.whole(ready))
-            is_lowest = self._back is not None and self._epochs.rank == min(self._here(), default=-1)
-            return self._wanted or offered or self._wants_back() or (is_lowest and self._is_most(self._here()))
+        return self._wanted or bool(self._epochs.replicas.whole(ready)) or self._wants_back()
 
     def _wants_back(self) -> bool:
         """Whether it was left out, and can be a member again: another worker hears it, or all members have ended."""
@@ -400,15 +399,6 @@ class EpochKeeper:
             return False
         gone = {*self._epochs.neighbours.ended(), *self._epochs.neighbours.left()}
         return bool(self._epochs.neighbours.living()) or gone.issuperset(self._epochs.decided.members)
-
-    def _may_promise(self, known: Epoch) -> bool:
-        """Whether the epoch can come about: the store has lost none, or a majority of the newest one is here."""
-        self._back = self._store.come_back(known.number, self._epochs.rank)
-        if self._back is not None and not self._is_most(self._here()):
-            self._warn(f"the members cannot change, as the store has lost epochs, and most of epoch {known.number} are missing")
-            return False
-        self._is_warned = False
-        return True
 
     def _tell(self, known: Epoch) -> None:
         """Promises, once, and writes it to the store."""
@@ -443,9 +433,8 @@ class EpochKeeper:
             return None
         if (epoch := known.next(promises, self._epochs.replicas)) is None:
             return None  # the others of each replica are late, or their processes end
-        decided = self._store.decide(epoch, is_newest=self._is_most(promises))
-        if decided is None:
-            self._warn(f"the members cannot change, as the store has lost epochs, and most of epoch {known.number} are missing")
+        decided = self._store.decide(epoch)
+        self._told.in_store = decided is not None  # else the store was emptied just now
         return decided
 
     def _turn(self) -> int:
@@ -471,7 +460,7 @@ class EpochKeeper:
 
     def _take_in(self, epoch: Epoch) -> None:
         with self._epochs.lock:
-            self._told.in_store, self._wanted, self._back, self._is_warned = False, False, None, False
+            self._told.in_store, self._wanted, self._is_warned = False, False, False
             is_mine = self._epochs.take_in(epoch)
         if is_mine:
             self._epochs.neighbours.enter_epoch(epoch.number)
@@ -498,27 +487,17 @@ class EpochKeeper:
         if now < self._keep_at:
             return
         # A next one without a proposal was put back. Another one of this number: all others that knew this one have died.
-        for number in [known.number + 1, *([known.number] if self._keep_at == 0.0 and known.number else [])]:
+        for number in (known.number + 1, known.number):
             found = self._store.read(number)
             if found is not None and found.text != known.text:
                 self._take_in(found)
                 return
-        is_newest, begins = self._epochs.is_member and self._is_most(self._here()), self._begins and not known.number
-        is_whole = self._store.republish_if_missing(known, is_newest=is_newest, begins=begins)
-        self._back = None if is_whole else self._store.come_back(known.number, self._epochs.rank)
-        self._begins, self._keep_at = False, now + (_KEEP if is_whole else 0.0)
+        self._keep_at = now + (_KEEP if self._come_back(known) else 0.0)
 
-    # -- what this worker knows ---------------------------------------------------------------------------------------
-
-    def _here(self) -> set[int]:
-        """The members that this worker hears, those that have come back to a store without epochs, and itself if it is one."""
-        back = set(self._back or ()).difference(self._epochs.neighbours.lost())
-        return {self._epochs.rank, *back, *self._epochs.neighbours.living()}.intersection(self._epochs.newest.members)
-
-    def _is_most(self, ranks: Collection[int]) -> bool:
-        """Whether a majority of the newest members is among them."""
-        known = self._epochs.decided or self._epochs.own
-        return 2 * len(set(known.members).intersection(ranks)) > len(known.members)
+    def _come_back(self, known: Epoch) -> bool:
+        """Whether the store has lost no epochs, or has the newest one again."""
+        newest = max(known.number, self._epochs.neighbours.newest_epoch())
+        return self._store.come_back(known, self._epochs.rank, newest)
 
     def _warn(self, why: str) -> None:
         """Once, until an epoch can be made again."""

@@ -106,7 +106,7 @@ class Mates:
             return target
         self._training = threading.get_ident()
         name, what, self._votes = f"{self._kind}/{self._votes}", "a round", self._votes + 1
-        own = target, nonfinite, 0 if epochs is None else -epochs.coming
+        own = target, nonfinite, 0 if epochs is None else -epochs.own.number
         agreed = self._transport.agree(name, json.dumps(own), among=self.ranks)
         late = f"did not come to {what} of its replica: the workers of one replica make the same steps."
         texts = wait_for_all(self._transport, name, agreed, self._transport.timeout, what, late)

@@ -149,7 +149,7 @@ def _run(workers: int, max_restarts: int, command: Sequence[str], attempt: int, 
     """Runs the workers; returns the exit code, or what is said about the worker that failed first."""
     from decent_dp.errors import PeerLostError
     from decent_dp.launch.separate import run_separately
-    from decent_dp.membership.joining import newest_run
+    from decent_dp.membership.runs import newest_run
 
     def look(store: str) -> dict[int, int] | None:
         if not keep_going:

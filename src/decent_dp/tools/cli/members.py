@@ -117,7 +117,7 @@ def kill(
 
 def _look(address: str | None, name: str | None) -> Run:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # before torch comes: it would log a stack if a store is gone
-    from decent_dp.membership.joining import look_at_run
+    from decent_dp.membership.runs import look_at_run
 
     try:
         return look_at_run(address, name)
