@@ -17,7 +17,7 @@ from decent_dp.tools.sim import VirtualCluster
 from decent_dp.topo import Topology, TopologyReg
 from decent_dp.transport import LocalHub, run_replicas
 from tests.helpers import some_in_the_fast_tests
-from tests.test_law import Linear, Varying, data, gradient, matrix
+from tests.law_cases import Linear, Varying, data, gradient, matrix
 
 N, STEPS = 4, 40
 OPTIONS = {"lr": 0.03, "betas": (0.8, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -1,8 +1,11 @@
-"""The law of mixing, computed independently: NumPy in float64, PyTorch DDP, and the threads of one process."""
+"""The law of mixing, of both drivers: against NumPy in float64, PyTorch DDP, and the published outer optimizers."""
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -11,185 +14,175 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from decent_dp import gossip
 from decent_dp.ddp import DecentralizedDataParallel
-from decent_dp.topo import Edge, Topology
+from decent_dp.rules import GASLoC, OuterNesterov
+from decent_dp.tools.sim import VirtualCluster
+from decent_dp.topo import RingTopology, SwitchTopology, Topology
 from decent_dp.transport import run_replicas
-from tests.helpers import some_and_all
+from tests.helpers import SGD, batch, net, some_and_all
+from tests.law_cases import (
+    INNER,
+    Case,
+    Linear,
+    N,
+    data,
+    gradient,
+    loss_of,
+    options_of,
+    parts,
+    squares,
+    start,
+    train,
+    twin,
+    whole,
+)
 
-TOPOLOGIES = ["complete", "ring", "one-peer-exp", "alternating-exp-ring"]
+DRIVERS = pytest.mark.parametrize("driver", ["wrapper", "gossip"])
+OUTER = OuterNesterov(momentum=0.6)  # more is refused with 'varying'
 
-
-class Varying(Topology):
-    """Idle workers, a group of three, weights other than 1/2 and weights that vary by round."""
-
-    def _get_topo_edges(self) -> list[list[Edge]]:
-        return [
-            [Edge([0, 1], 0.75), Edge([2], 1.0), Edge([3], 1.0)],
-            [Edge([1, 2, 3], 0.5), Edge([0], 1.0)],
-            [Edge([0, 3], 0.3), Edge([1, 2], 0.6)],
-        ]
-
-
-# -- the NumPy twin: linear least squares, momentum SGD or AdamW, x in float64 -------------------------------------------
-
-
-def matrix(edges: list[Edge], n: int) -> np.ndarray:
-    """The mixing matrix of a round, from the definition of an edge."""
-    w = np.zeros((n, n))
-    for edge in edges:
-        for i in edge.ranks:
-            for j in edge.ranks:
-                w[i, j] = edge.weight if i == j else (1 - edge.weight) / (len(edge.ranks) - 1)
-    return w
-
-
-def data(rank: int, t: int) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng([rank, t])
-    return rng.normal(size=(6, 5)), rng.normal(size=(6, 3))
-
-
-def gradient(x: np.ndarray, rank: int, t: int) -> np.ndarray:
-    """Of mean((A X - B)²) over the entries, X being 5 × 3."""
-    a, b = data(rank, t)
-    return 2 * a.T @ (a @ x - b) / b.size
-
-
-class SgdTwin:
-    def __init__(self, n: int) -> None:
-        self.v: list[Any] = [None] * n
-
-    def __call__(self, i: int, t: int, x: np.ndarray, g: np.ndarray) -> np.ndarray:
-        self.v[i] = g if self.v[i] is None else 0.9 * self.v[i] + g
-        return x - 0.1 * self.v[i]
-
-
-class AdamWTwin:
-    def __init__(self, n: int) -> None:
-        self.m, self.v = [0.0] * n, [0.0] * n
-
-    def __call__(self, i: int, t: int, x: np.ndarray, g: np.ndarray) -> np.ndarray:
-        self.m[i] = 0.9 * self.m[i] + 0.1 * g
-        self.v[i] = 0.99 * self.v[i] + 0.01 * g * g
-        x = x * (1 - 0.05 * 0.1)
-        m, v = self.m[i] / (1 - 0.9 ** (t + 1)), self.v[i] / (1 - 0.99 ** (t + 1))
-        return x - 0.05 * m / (np.sqrt(v) + 1e-8)
-
-
-def twin(topology: Topology, n: int, steps: int, step: Any, overlap: bool, factor: float) -> list[np.ndarray]:
-    start = np.random.default_rng(7).normal(size=(5, 3))
-    x = [start.copy() for _ in range(n)]
-    sent: list[np.ndarray] = []
-    for t in range(steps):
-        g = [gradient(x[i], i, t) for i in range(n)]
-        if overlap and t > 0:
-            w = matrix(topology.round(t - 1), n)
-            x = [x[i] + factor * sum(w[i, j] * (sent[j] - sent[i]) for j in range(n)) for i in range(n)]
-        x = [step(i, t, x[i], g[i]) for i in range(n)]
-        sent = [xi.copy() for xi in x]
-        if not overlap:
-            w = matrix(topology.round(t), n)
-            x = [x[i] + factor * sum(w[i, j] * (sent[j] - sent[i]) for j in range(n)) for i in range(n)]
-    return x
-
-
-# -- the same with the library -------------------------------------------------------------------------------------------
-
-
-class Linear(nn.Module):
-    """X as two parameters, so that there can be several buckets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        x = torch.from_numpy(np.random.default_rng(7).normal(size=(5, 3)))
-        self.upper, self.lower = nn.Parameter(x[:2].clone()), nn.Parameter(x[2:].clone())
-
-    def forward(self, a: torch.Tensor) -> torch.Tensor:
-        return a @ torch.cat([self.upper, self.lower])
-
-
-OPTIMIZERS: dict[str, tuple[Any, Any]] = {
-    "sgd": (partial(torch.optim.SGD, lr=0.1, momentum=0.9), SgdTwin),
-    "adamw": (partial(torch.optim.AdamW, lr=0.05, betas=(0.9, 0.99), weight_decay=0.1), AdamWTwin),
-}
-
-
-def train(rank: int, steps: int, factor: float = 1.0, **options: Any) -> np.ndarray:
-    model = DecentralizedDataParallel(Linear(), **options)
-    model.set_adaptive_factor(factor)
-    for t in range(steps):
-        a, b = (torch.from_numpy(array) for array in data(rank, t))
-        (model(a) - b).square().mean().backward()
-    assert model.stats().updates == model.stats().rounds == steps
-    values = torch.cat([p.detach().clone() for p in model.module.parameters()]).numpy()
-    model.close()
-    return values
-
-
+PLAIN = ["complete", "ring", "one-peer-exp", "base-2", "varying"]
 CASES = [
-    (name, optimizer, overlap, factor)
-    for name in [*TOPOLOGIES, "varying"]
-    for optimizer in OPTIMIZERS
-    for overlap in (True, False)
-    for factor in (1.0, 0.4)
+    *(Case(topology, inner, 1, overlap) for topology, inner, overlap in product(PLAIN, INNER, (True, False))),
+    *(Case("alternating-exp-ring", inner, 1, overlap, local=2) for inner, overlap in product(INNER, (True, False))),
+    *(Case(topology, "adamw", h, overlap, steps=11) for topology, h, overlap in product(PLAIN, (2, 3), (True, False))),
+    # The second turn starts at an update at which mix_every alone, counted from the start, would not mix.
+    *(Case("complete:4,ring:3,base-2", "adamw", h, h != 3, steps=11) for h in (1, 2, 3)),
+    Case("complete:3,ring", "adamw", 2, rule=OUTER, steps=9),
+    Case("one-peer-exp:5,complete", "sgd", 3, False, OUTER, steps=12),
+    *(
+        Case(topology, inner, h, overlap, OUTER, steps=7 if h == 1 else 11)
+        for topology in ("complete", "one-peer-exp", "ring", "varying")
+        for inner, h, overlap in (("sgd", 1, True), ("adamw", 1, False), ("adamw", 4, True), ("sgd", 4, False))
+    ),
+    *(
+        Case(topology, "sgd", 2, edited=True, rule=rule)
+        for topology in ("complete", "varying")
+        for rule in (OuterNesterov(lr=0.4, momentum=0.0), OuterNesterov(lr=1.0, momentum=0.5), None)
+    ),
+    *(
+        Case(topology, "sgd", h, overlap, rule, steps=13)
+        for topology, rule in (("one-peer-exp", GASLoC()), ("ring", GASLoC(0.6, 0.2)), ("complete", GASLoC(1, 0)))
+        for h, overlap in ((1, False), (3, True))
+    ),
+    Case("base-2", "adamw", 2, k=2),
+    Case("base-2", "adamw", 2, batches=(4, 9, 6, 0)),
+    *(Case("one-peer-exp", "adamw", 1, overlap, skipped=((1, 2), (3, 2), (0, 5))) for overlap in (True, False)),
+]
+# The factor is the wrapper's alone.
+SLOWED = [Case(topology, inner, 1, overlap, factor=0.4) for topology, inner, overlap in product(PLAIN, INNER, (True, False))]
+SLOWED += [Case("varying", "adamw", 3, rule=OUTER, steps=10, factor=0.4), Case("ring", overlap=False, rule=OUTER, factor=0.0)]
+
+
+def assert_equal(found: Any, case: Case, driver: str) -> None:
+    want = twin(case, len(found), driver)
+    np.testing.assert_allclose(np.stack(found), want, rtol=0, atol=1e-12, err_msg=f"{case}, {driver}")
+    apart = twin(replace(case, factor=0.0), len(found), driver)
+    assert case.factor == 0 or not np.allclose(want, apart, atol=1e-6), "mixing must matter"
+
+
+@DRIVERS
+@some_and_all(CASES)
+def test_four_workers_equal_numpy(driver, cases):
+    for i, case in enumerate(cases):
+        options = options_of(case, i)
+        assert_equal(run_replicas(N, lambda at, c=case, o=options: train(at.rank, c, driver, at, **o)), case, driver)
+
+
+@some_and_all(SLOWED)
+def test_the_adaptive_factor(cases):
+    for case in cases:
+        assert_equal(run_replicas(N, lambda at, c=case: train(at.rank, c, "wrapper", at)), case, "wrapper")
+
+
+OVER_SOCKETS = [
+    Case("one-peer-exp", "adamw"),
+    Case("varying", "sgd", overlap=False),
+    Case("complete:3,ring", "adamw", 2, rule=OUTER, steps=9),
+    Case("complete", "sgd", 3),
 ]
 
 
-def options_of(case: tuple[str, str, bool, float], i: int) -> dict[str, Any]:
-    name, optimizer, overlap, factor = case
-    return {
-        "optim_fn": OPTIMIZERS[optimizer][0],
-        "topology": name,
-        "_local_world_size": 2 if name == "alternating-exp-ring" else 1,
-        "overlap": overlap,
-        "factor": factor,
-        "param_as_bucket_view": i % 2 == 0,
-        "bucket_size_in_mb": 25 if i % 3 else 1e-6,
-    }
+def over_sockets(rank: int, n: int) -> list[np.ndarray]:
+    return [train(rank, case, driver) for case in OVER_SOCKETS for driver in ("wrapper", "gossip")]
 
 
-def train_each(rank: int, n: int, cases: list[tuple[str, str, bool, float]]) -> list[np.ndarray]:
-    from decent_dp.topo import TopologyReg
-
-    TopologyReg.registry["varying"] = Varying
-    return [train(rank, 4, **options_of(case, i)) for i, case in enumerate(cases)]
-
-
-@some_and_all(CASES)
-def test_four_steps_on_four_workers_equal_numpy(workers, cases):
-    results = workers(4, train_each, cases)
-    for i, (name, optimizer, overlap, factor) in enumerate(cases):
-        local = options_of(cases[i], i)["_local_world_size"]
-        kind = {"varying": Varying}.get(name)
-        if kind is None:
-            from decent_dp.topo import TopologyReg
-
-            kind = TopologyReg.registry[name]
-        topology = kind(local, world_size=4, rank=0)
-        want, alone = (twin(topology, 4, 4, OPTIMIZERS[optimizer][1](4), overlap, rate) for rate in (factor, 0.0))
-        assert not np.allclose(want, alone, atol=1e-6), "mixing must matter, or the comparison would prove nothing"
-        for rank in range(4):
-            np.testing.assert_allclose(results[rank][i], want[rank], rtol=0, atol=1e-13, err_msg=f"{cases[i]} worker {rank}")
+def test_over_sockets_it_is_the_same(workers):
+    results = workers(N, over_sockets)
+    for i, (case, driver) in enumerate(product(OVER_SOCKETS, ("wrapper", "gossip"))):
+        assert_equal([found[i] for found in results], case, driver)
 
 
-@pytest.mark.parametrize("n", [1, 3, pytest.param(5, marks=pytest.mark.slow)])
-def test_in_process_equals_gloo(workers, n):
-    names = ["complete", "ring"]
-    gloo = workers(n, several, names)
-    threads = run_replicas(n, lambda transport: several(transport.rank, n, names, transport))
-    for rank in range(n):
-        for got, want in zip(threads[rank], gloo[rank], strict=True):
-            np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
+def test_one_worker_has_its_own_outer_optimizer():
+    case = Case("complete", "adamw", 3, rule=OUTER, steps=8)
+    [found] = run_replicas(1, lambda at: train(0, case, "wrapper", at))
+    np.testing.assert_allclose(found, twin(case, 1)[0], rtol=0, atol=1e-12)
 
 
-def several(rank: int, n: int, names: list[str], transport: Any = None) -> list[np.ndarray]:
-    return [
-        train(rank, 5, topology=name, overlap=overlap, transport=transport, optim_fn=OPTIMIZERS["adamw"][0])
-        for name in names
-        for overlap in (True, False)
-    ]
+def test_a_part_with_shorter_turns_ends_an_exchange_of_the_part_before():
+    """It had four updates to arrive, and its parameters mix again in two."""
+
+    def topology(rank: int) -> Topology:
+        ring = RingTopology(world_size=3, rank=rank)
+        return SwitchTopology((ring.every(8), 16), ring.every(2))
+
+    def body(at: Any) -> np.ndarray:
+        model = DecentralizedDataParallel(Linear(), INNER["adamw"][0], topology=topology(at.rank), transport=at)
+        for t in range(20):
+            loss_of(model, at.rank, t).backward()
+        model.close()
+        return whole(model.module)
+
+    cluster = VirtualCluster(Linear(), INNER["adamw"][0], topology(0), 3, loss_fn=squares)
+    for t in range(20):
+        columns = zip(*(data(rank, t) for rank in range(3)), strict=True)
+        cluster.step(*(torch.from_numpy(np.stack(column)) for column in columns))
+    found = np.concatenate([value.numpy() for value in cluster.parameters.values()], axis=1)
+    np.testing.assert_allclose(np.stack(run_replicas(3, body)), found, rtol=0, atol=1e-12)
 
 
-# -- PyTorch DDP ---------------------------------------------------------------------------------------------------------
+# -- both drivers, and PyTorch DDP -----------------------------------------------------------------------------------------
+
+BESIDE = [
+    *((2, "one-peer-exp", None, True, 1), (2, "complete", "int8", True, 1), (2, "ring", "bfloat16", False, 1)),
+    *((3, "ring", None, True, 4), (3, "complete", None, False, 1), (3, "base-2", "int8", False, 2)),
+    *((4, "base-2", "bfloat16", True, 1), (4, "one-peer-exp", "int8", True, 3)),
+]
+
+
+@pytest.mark.parametrize("steps", [12, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [SGD, partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0)], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("case", BESIDE, ids=str)
+def test_steps_of_gossip_equal_the_wrappers(case, make, steps):
+    n, topology, compression, overlap, mix_every = case
+    # In float64, as a lossy compression turns rounding into steps of its own.
+    kind = torch.float32 if compression is None else torch.float64
+    begun = net().to(kind)
+
+    def trained(at: Any, driver: str) -> tuple[Any, Any]:
+        model = copy.deepcopy(begun)  # threads share torch's random numbers
+        optimizer = make(model.parameters())
+        options = {"topology": topology, "compression": compression, "overlap": overlap, "mix_every": mix_every}
+        wrapped = driver == "wrapper"
+        driven = (
+            DecentralizedDataParallel(model, make, transport=at, **options)
+            if wrapped
+            else gossip(model, optimizer, transport=at, **options)
+        )
+        for t in range(steps):
+            x, y = (tensor.to(kind) for tensor in batch(t, at.rank))
+            ((driven if wrapped else model)(x) - y).square().mean().backward()
+            if not wrapped:
+                optimizer.step()
+                optimizer.zero_grad()
+        stats = driven.stats()
+        driven.close()
+        return torch.cat([param.detach().flatten() for param in model.parameters()]), stats
+
+    ours, theirs = (run_replicas(n, lambda at, driver=driver: trained(at, driver)) for driver in ("gossip", "wrapper"))
+    for (a, got), (b, want) in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+        assert (got.updates, got.rounds, got.bytes_sent) == (want.updates, want.rounds, want.bytes_sent)
 
 
 def mlp() -> nn.Module:
@@ -221,3 +214,91 @@ def twenty_steps_beside_ddp(rank: int, n: int) -> float:
 
 def test_complete_synchronous_sgd_equals_pytorch_ddp(workers):
     assert max(workers(3, twenty_steps_beside_ddp)) <= 1e-6
+
+
+# -- the outer optimizers, as their papers have them -----------------------------------------------------------------------
+
+
+def diloco(case: Case) -> np.ndarray:
+    """Inner steps from the outer parameters; the outer ones step along the mean of the pseudo-gradients. With overlap and a
+    mix in each update, a gradient is computed before what the update before it has found is there."""
+    lr, mu, buckets = case.rule.lr, case.rule.momentum, parts(case.h)
+    outers = [nn.Parameter(torch.from_numpy(start())[part.rows]) for part in buckets]
+    # torch refuses Nesterov momentum of 0.
+    optimizers = [torch.optim.SGD([outer], lr=lr, momentum=mu, nesterov=mu > 0) for outer in outers]
+    replicas = [nn.Parameter(torch.from_numpy(start())) for _ in range(N)]
+    inner = [INNER[case.inner][0]([replica]) for replica in replicas]
+
+    def step_outer(t: int) -> None:
+        for part, outer, optimizer in zip(buckets, outers, optimizers, strict=True):
+            if case.edges(t, N, part.offset) is None:
+                continue
+            outer.grad = torch.stack([outer.detach() - replica.detach()[part.rows] for replica in replicas]).mean(0)
+            optimizer.step()
+            for replica in replicas:
+                replica.data[part.rows] = outer.detach()
+
+    for t in range(case.steps):
+        for rank, replica in enumerate(replicas):
+            replica.grad = torch.from_numpy(gradient(replica.detach().numpy(), rank, t))
+        if case.overlap and t > 0:
+            step_outer(t - 1)
+        for one in inner:
+            one.step()
+        if not case.overlap:
+            step_outer(t)
+    return torch.stack([replica.detach() for replica in replicas]).numpy()
+
+
+def noloco(case: Case) -> np.ndarray:
+    """NoLoCo's update of a pair {i, j} (arXiv 2506.10911), with one coefficient for the pull towards the pair's mean step and
+    for the pull towards its mean anchor: the step is made of what each has achieved, and not of where it is."""
+    lr, mu, inner = case.rule.lr, case.rule.momentum, INNER[case.inner][1](N)
+    x, phi, v = np.stack([start()] * N), np.stack([start()] * N), np.zeros((N, 5, 3))
+    for t in range(case.steps):
+        x = np.stack([inner(i, t, x[i], gradient(x[i], i, t)) for i in range(N)])
+        for part in parts(case.h):
+            for edge in case.edges(t, N, part.offset) or ():
+                pair = np.ix_(edge.ranks, range(5)[part.rows])
+                assert (len(edge.ranks), edge.weight) == (2, 0.5)
+                force = (phi[pair] - phi[pair].mean(0)) - (x[pair] - phi[pair]).mean(0)
+                v[pair] = mu * v[pair] + force
+                phi[pair] -= lr * (mu * v[pair] + force)
+                x[pair] = phi[pair]
+    return x
+
+
+def gasloc(case: Case) -> np.ndarray:
+    """θ <- θ + η g - Λ(θ + η g) + γ (θ + η g - θ_last - η g_last), with g the movement in h local steps; without overlap.
+
+    Rows with turns of their own are optimized apart from each other.
+    """
+    inner, x, theta = INNER[case.inner][1](N), np.stack([start()] * N), np.stack([start()] * N)
+    last = theta.copy()
+    for t in range(case.steps):
+        x = np.stack([inner(i, t, x[i], gradient(x[i], i, t)) for i in range(N)])
+        for part in parts(case.h):
+            if (edges := case.edges(t, N, part.offset)) is None:
+                continue
+            rows, w = (slice(None), part.rows), np.zeros((N, N))
+            for edge in edges:
+                w[np.ix_(edge.ranks, edge.ranks)] = 1 / len(edge.ranks)
+            p = theta[rows] + case.rule.lr * (x[rows] - theta[rows])
+            theta[rows] = np.einsum("ij,jkl->ikl", w, p) + case.rule.momentum * (p - last[rows])
+            last[rows], x[rows] = p, theta[rows]
+    return x
+
+
+PUBLISHED = [
+    (diloco, Case("complete", "adamw", 1, True, OuterNesterov(), 6)),
+    (diloco, Case("complete", "adamw", 4, False, OuterNesterov(), 13)),
+    (diloco, Case("complete", "sgd", 3, False, OuterNesterov(lr=0.7, momentum=0.0), 10)),
+    *((noloco, Case(topology, "adamw", h, False, OUTER, 3 * h + 1)) for topology, h in (("one-peer-exp", 3), ("ring", 1))),
+    *((gasloc, Case(topology, "sgd", 3, False, GASLoC(0.6, 0.2), 13)) for topology in ("one-peer-exp", "ring")),
+]
+
+
+@pytest.mark.parametrize(("published", "case"), PUBLISHED)
+def test_it_is_the_published_optimizer(published, case):
+    found = run_replicas(N, lambda at: train(at.rank, case, "wrapper", at))
+    np.testing.assert_allclose(np.stack(found), published(case), rtol=0, atol=1e-12)

@@ -26,7 +26,7 @@ from decent_dp.tools.sim import VirtualCluster
 from decent_dp.topo import make_topology
 from decent_dp.transport import run_replicas
 from tests.helpers import SGD, batch, net, some_in_the_fast_tests
-from tests.test_law import matrix
+from tests.law_cases import matrix
 
 STEPS = 12
 

@@ -24,11 +24,9 @@ from decent_dp.topo import TopologyReg
 from decent_dp.transport import InProcessTransport, run_replicas
 from tests.checkpoint_cases import error_of, state
 from tests.helpers import SGD, loss, net, values
+from tests.law_cases import INNER, Case, Linear, Varying, loss_of, twin, whole
 from tests.resuming import MANY, Job, assert_equal, dumb_copy, go_on, run_through
 from tests.rule_cases import MomentumGossip, Scaled, settings_of_any_kind
-from tests.test_law import Linear, Varying, data, gradient, matrix
-from tests.test_mix_every import Part, parts
-from tests.test_outer import INNER, Case, start
 
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -298,61 +296,13 @@ def test_tracked_momenta_have_the_mean_of_the_own_ones_with_another_number_of_wo
 # -- a load in the middle --------------------------------------------------------------------------------------------------
 
 
-def reload_twin(case: Case, n: int, loads: dict[int, Any]) -> np.ndarray:
-    """As the twin of the outer optimizer; after the updates ``loads`` some rows become what is loaded, or all the mean. What
-    was in flight of them is dropped, and the rule begins anew with them."""
-    lr, mu = case.rule.lr, case.rule.momentum
-    inner = INNER[case.inner][1](n)
-    x = np.stack([start()] * n)
-    anchors, momenta = x.copy(), np.zeros_like(x)
-    fresh = np.zeros((1, 5, 1), dtype=bool)
-    buckets = parts(case.h)
-
-    def mix(part: Part) -> None:
-        rows, sent = part.rows, part.sent
-        edges = case.edges(part.at, n, part.offset)
-        pseudo = anchors[:, rows] - np.einsum("ij,jkl->ikl", matrix(edges, n), sent)
-        momentum = mu * momenta[:, rows] + pseudo
-        anchor = anchors[:, rows] - lr * (pseudo + mu * momentum)
-        for old, new in ((x, anchor + x[:, rows] - sent), (anchors, anchor), (momenta, momentum)):
-            old[:, rows] = np.where(fresh[:, rows], old[:, rows], new)
-        fresh[:, rows] = False
-        part.sent = None
-
-    for t in range(case.steps):
-        g = [gradient(x[i], i, t) for i in range(n)]
-        mixes = [case.edges(t, n, part.offset) is not None for part in buckets]
-        for part, again in zip(buckets, mixes, strict=True):
-            if case.overlap and part.sent is not None and (again or t - part.at >= part.time):
-                mix(part)
-        x = np.stack([inner(i, t, x[i], g[i]) for i in range(n)])
-        for part, again in zip(buckets, mixes, strict=True):
-            if again:
-                fresh[:, part.rows] = False
-                part.sent, part.at = x[:, part.rows].copy(), t
-                if not case.overlap:
-                    mix(part)
-        if t in loads:
-            loaded = np.zeros_like(fresh)
-            if loads[t] == "mean":
-                loaded[:] = True
-                x = np.stack([x.mean(0)] * n)
-            else:
-                loaded[:, loads[t]] = True
-                for i in range(n):
-                    x[i, loads[t]] = to_load(i, t)[loads[t]]
-            anchors, momenta = np.where(loaded, x, anchors), np.where(loaded, 0.0, momenta)
-            fresh |= loaded
-    return x
-
-
 def to_load(rank: int, t: int) -> np.ndarray:
     return np.random.default_rng([11, rank, t]).normal(size=(5, 3))
 
 
 ALL, UPPER, LOWER = slice(0, 5), slice(0, 2), slice(2, 5)
 LOADS: list[tuple[Case, dict[int, Any]]] = [
-    (replace(case, overlap=overlap, steps=11), loads)
+    (replace(case, overlap=overlap, steps=11, rule=OuterNesterov(momentum=0.6)), loads)
     for overlap in (True, False)
     for case, loads in (
         (Case("varying", "sgd"), {2: ALL}),
@@ -377,8 +327,7 @@ def train_and_load(rank: int, case: Case, loads: dict[int, Any], **options: Any)
         **options,
     )
     for t in range(case.steps):
-        a, b = (torch.from_numpy(array) for array in data(rank, t))
-        (model(a) - b).square().mean().backward()
+        loss_of(model, rank, t).backward()
         if t not in loads:
             continue
         if loads[t] == "mean":
@@ -387,9 +336,8 @@ def train_and_load(rank: int, case: Case, loads: dict[int, Any], **options: Any)
             new = torch.from_numpy(to_load(rank, t))
             parts = {"upper": new[UPPER]} if loads[t] == UPPER else {"lower": new[LOWER]}
             model.load_state_dict({"upper": new[UPPER], "lower": new[LOWER]} if loads[t] == ALL else parts, strict=False)
-    found = torch.cat([p.detach().clone() for p in model.module.parameters()]).numpy()
     model.close()
-    return found
+    return whole(model.module)
 
 
 def load_in_the_middle(rank: int, n: int, cases: list[Any]) -> list[np.ndarray]:
@@ -405,7 +353,8 @@ def test_a_load_resets_the_rules_state(workers, cases):
     """A load of all parameters or of some, and a mean for good: the anchor has the loaded values, and the momentum is zero."""
     results = workers(4, load_in_the_middle, cases)
     for i, (case, loads) in enumerate(cases):
-        want = reload_twin(case, 4, loads)
+        given = {t: how if how == "mean" else (how, [to_load(rank, t) for rank in range(4)]) for t, how in loads.items()}
+        want = twin(case, 4, loads=given)
         for rank in range(4):
             np.testing.assert_allclose(
                 results[rank][i], want[rank], rtol=0, atol=1e-12, err_msg=f"{case}, loads {loads}, worker {rank}"

@@ -23,7 +23,7 @@ from decent_dp.tools.sim import VirtualCluster
 from decent_dp.topo import TopologyReg, make_topology
 from decent_dp.transport import run_replicas
 from tests.helpers import some_in_the_fast_tests
-from tests.test_law import Linear, Varying, data, gradient, matrix
+from tests.law_cases import Linear, Varying, data, gradient, matrix
 
 N, STEPS = 4, 30
 OWN_NOISE = 2.5

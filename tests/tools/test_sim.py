@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from decent_dp.optim import AccumAdam, AccumAdamW, optim_fn_adamw
 from decent_dp.tools.sim import VirtualCluster
 from decent_dp.tools.sim.steppers import PerReplica, Shared
-from decent_dp.topo import Edge, Topology, TopologyReg
-from tests.test_law import OPTIMIZERS as LAW_OPTIMIZERS
-from tests.test_law import Linear, data, twin
+from decent_dp.topo import Edge, Topology
+from tests.law_cases import INNER, Case, Linear, data, squares, twin
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -52,27 +51,26 @@ def assert_close(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("optimizer", LAW_OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", INNER)
 @pytest.mark.parametrize(("name", "n", "local"), [("complete", 12, 1), ("ring", 9, 1), ("alternating-exp-ring", 32, 4)])
 def test_many_workers_equal_numpy(name, n, local, optimizer, overlap):
-    optim_fn, kind = LAW_OPTIMIZERS[optimizer]
     cluster = VirtualCluster(
         Linear(),
-        optim_fn,
+        INNER[optimizer][0],
         name,
         n,
         local_world_size=local,
         overlap=overlap,
-        loss_fn=lambda model, a, b: (model(a) - b).square().mean(),
+        loss_fn=squares,
     )
     cluster.set_adaptive_factor(0.7)
     for t in range(5):
         columns = zip(*(data(rank, t) for rank in range(n)), strict=True)
         cluster.step(*(torch.from_numpy(np.stack(column)) for column in columns))
-    want = twin(TopologyReg.registry[name](local, world_size=n, rank=0), n, 5, kind(n), overlap, 0.7)
+    want = twin(Case(name, optimizer, overlap=overlap, steps=5, factor=0.7, local=local), n)
     got = torch.cat([cluster.parameters["upper"], cluster.parameters["lower"]], 1).numpy()
-    np.testing.assert_allclose(got, np.stack(want), rtol=0, atol=1e-12)
-    x = np.stack(want).reshape(n, -1)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
+    x = want.reshape(n, -1)
     assert cluster.consensus_distance() == pytest.approx(np.sqrt(((x - x.mean(0)) ** 2).sum(1).mean()), rel=1e-9)
 
 
