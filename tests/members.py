@@ -134,7 +134,7 @@ def is_connected(replica: Any) -> bool:
     inner = getattr(replica, "replica", replica)
     own, newest = inner.world.rank, inner.monitor.epochs.newest
     start = max(replica.stats().rounds, newest.start)
-    needed = {rank for t in range(start, start + 32) for rank in inner.topology.get_edge(t).ranks}
+    needed = {rank for t in range(start, start + 32) for rank in inner.engine.topology.get_edge(t).ranks}
     needed |= set(newest.members if own in newest.incarnations else newest.incarnations) & set(newest.members)
     return needed <= {own, *inner.monitor.neighbours.living()}
 

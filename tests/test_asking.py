@@ -15,6 +15,7 @@ import torch
 from decent_dp.errors import PeerLostError
 from decent_dp.replica import state_receiver as receiver_module
 from decent_dp.replica import transfer as transfer_module
+from decent_dp.replica.host_copies import HostMemory
 from decent_dp.replica.transfer import StateCopy, pack_message, unpack_message
 from decent_dp.serialization import encode
 
@@ -66,7 +67,8 @@ class Asked:
 
     @staticmethod
     def copy_of(value: int) -> StateCopy:
-        return StateCopy(*encode({"w": torch.full((100,), float(value))}))
+        text, tensors = encode({"w": torch.full((100,), float(value))})
+        return StateCopy(text, HostMemory().copy(tensors))
 
     def ask(self, rank: int, incarnation: int, raw: bytes) -> Future[bytes]:
         future: Future[bytes] = Future()

@@ -93,8 +93,8 @@ def test_nothing_to_copy():
 
 def test_what_was_reserved_is_used():
     tensors = some()
-    memory = HostMemory.reserved(HostMemory.sizes(tensors))
-    [(begin, end)] = [(block.data_ptr(), block.data_ptr() + block.nbytes) for block in memory._memory.values() if block.nbytes]
+    memory = HostMemory.reserved(*HostMemory.needed(tensors))
+    begin, end = memory._memory.data_ptr(), memory._memory.data_ptr() + memory._memory.nbytes
     places = spans(memory.copy(tensors).tensors)
     assert begin == places[0][0]
     assert end - 64 < places[-1][1] <= end

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import decent_dp
 from decent_dp.errors import PeerLostError
 from decent_dp.optim import GossipAdamW
-from decent_dp.replica.nodes import agree_on_nodes, why_no_node
+from decent_dp.replica.assignment import assign_replicas, why_no_node
 from decent_dp.rules import MomentumTracking
 from decent_dp.tools.sim import VirtualCluster
 from decent_dp.transport import is_of_network, run_replicas
@@ -131,13 +131,12 @@ def described(hosts: str, on_node: int = 2, of: str = "auto") -> list[Any]:
 
 def test_machines_tell_nodes_apart(caplog):
     """A launcher may deal ranks in turns."""
-    found = agree_on_nodes(described("abab"), 0)
-    assert [one["ranks"] for one in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    assert agree_on_nodes(described("aabb"), 0)[3] == {"rank": 3, "ranks": [2, 3], "alone": True}
-    assert agree_on_nodes(described("aaab"), 0) == [None] * 4
+    assert assign_replicas(described("abab")).workers == ((0, 2), (1, 3))
+    assert assign_replicas(described("aabb")).workers == ((0, 1), (2, 3))
+    assert assign_replicas(described("aaab")).workers == ((0,), (1,), (2,), (3,))
     assert "the workers [0, 1, 2] are on one machine" in caplog.text
     with pytest.raises(ValueError, match=r"with local_world_size=4, the workers \[0, 1\] are on one machine"):
-        agree_on_nodes(described("aabb", 4, "node"), 1)
+        assign_replicas(described("aabb", 4, "node"), 1)
 
 
 def in_situations(rank: int, n: int) -> list[Any]:

@@ -13,7 +13,7 @@ from torch import nn
 
 import decent_dp
 from decent_dp.errors import DisagreementError
-from decent_dp.replica.shards import assign_replicas
+from decent_dp.replica.assignment import assign_replicas
 from decent_dp.replica.snapshot import take
 from decent_dp.topo import Edge, RingTopology
 from decent_dp.transport import InProcessTransport

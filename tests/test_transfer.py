@@ -54,6 +54,11 @@ def donor_of(answer: Callable[[dict[str, Any]], Any], stuck: float = 5.0) -> Don
     return Donor(ask, stuck)
 
 
+def copy_of(tree: Any) -> StateCopy:
+    text, tensors = encode(tree)
+    return StateCopy(text, HostMemory().copy(tensors))
+
+
 class Giver:
     """Gives chunks of a copy.
 
@@ -98,7 +103,7 @@ def assert_is(found: Any, tree: Any) -> None:
 
 
 def test_a_state_arrives_as_it_was_given():
-    copy, waits = StateCopy(*encode(TREE)), [pack_message({"wait": "it is in a step"})]
+    copy, waits = copy_of(TREE), [pack_message({"wait": "it is in a step"})]
     giver = Giver(copy)
     found = pull(donor_of(lambda request: waits.pop() if waits else giver.answer(request)), PartialState(), 5)
     assert_is(found, TREE)
@@ -110,9 +115,9 @@ def test_a_state_arrives_as_it_was_given():
 def test_a_transfer_continues_wherever_it_stops(monkeypatch, chunk):
     """In the header, in a tensor, between tensors. No byte is given twice."""
     monkeypatch.setattr(transfer_module, "_CHUNK", chunk)
-    size = StateCopy(*encode(TREE)).size
+    size = copy_of(TREE).size
     for most in range(0, -(-size // chunk), 1 if chunk > 5 else 37):
-        copy, partial = StateCopy(*encode(TREE)), PartialState()
+        copy, partial = copy_of(TREE), PartialState()
         pull_part(copy, partial, most)
         assert (partial.filled, partial.name) == (most * chunk, copy.name if most else None)
         giver = Giver(copy)
@@ -123,7 +128,7 @@ def test_a_transfer_continues_wherever_it_stops(monkeypatch, chunk):
 
 def test_a_few_chunks_are_asked_for_ahead(monkeypatch):
     monkeypatch.setattr(transfer_module, "_CHUNK", 100)
-    copy, asked = StateCopy(*encode({"w": torch.zeros(1000)})), list[int]()
+    copy, asked = copy_of({"w": torch.zeros(1000)}), list[int]()
     partial = PartialState()
     donor = donor_of(lambda r: (asked.append(r["from"]), copy.chunk(0) if r["from"] == 0 else None)[1], stuck=0.1)
     with pytest.raises(TimeoutError, match="has not answered for"):
@@ -134,7 +139,7 @@ def test_a_few_chunks_are_asked_for_ahead(monkeypatch):
 def test_another_copy_begins_anew(monkeypatch):
     """Also one of the same layout; and what was asked of the first one and comes later is left."""
     monkeypatch.setattr(transfer_module, "_CHUNK", 20)
-    old, new = (StateCopy(*encode({"w": torch.full((9,), value)})) for value in (1.0, 2.0))
+    old, new = (copy_of({"w": torch.full((9,), value)}) for value in (1.0, 2.0))
     partial = PartialState()
     pull_part(old, partial, 3)
     assert_is(Giver(new).pull(partial), {"w": torch.full((9,), 2.0)})
@@ -151,7 +156,7 @@ def test_another_copy_begins_anew(monkeypatch):
 def test_no_bit_of_a_chunk_can_be_another_one(monkeypatch, number):
     """Then the transfer ends, and continues with that chunk."""
     monkeypatch.setattr(transfer_module, "_CHUNK", 64)
-    copy = StateCopy(*encode(TREE))
+    copy = copy_of(TREE)
     for at in range(len(copy.chunk(64 * (number - 1)))):
 
         def flip(answer: bytes, count: int, at: int = at) -> bytes:
@@ -170,7 +175,7 @@ def test_no_bit_of_a_chunk_can_be_another_one(monkeypatch, number):
 
 def test_a_chunk_of_another_place_is_not_taken(monkeypatch):
     monkeypatch.setattr(transfer_module, "_CHUNK", 64)
-    giver, partial = Giver(StateCopy(*encode(TREE))), PartialState()
+    giver, partial = Giver(copy_of(TREE)), PartialState()
     giver.change = lambda answer, number: giver.copy.chunk(128) if number == 2 else answer
     with pytest.raises(ConnectionError, match="no chunk of a state: 64 bytes from 128 on"):
         giver.pull(partial)
@@ -421,9 +426,9 @@ def test_training_goes_on_while_the_memory_for_a_copy_is_made(member, monkeypatc
     """One that asks waits for longer than for another one, meanwhile."""
     made, reserved = threading.Event(), HostMemory.reserved
 
-    def slow(sizes: Any) -> HostMemory:
+    def slow(*needed: Any) -> HostMemory:
         assert made.wait(10)
-        return reserved(sizes)
+        return reserved(*needed)
 
     monkeypatch.setattr(HostMemory, "reserved", slow)
     donor = member()
@@ -447,7 +452,7 @@ def test_who_waits_for_a_boundary_waits_as_briefly_with_memory_as_without(member
 
 
 def test_a_copy_without_memory_is_refused(member, monkeypatch):
-    def fail(sizes: Any) -> HostMemory:
+    def fail(*needed: Any) -> HostMemory:
         raise MemoryError("4000 bytes")
 
     monkeypatch.setattr(HostMemory, "reserved", fail)

@@ -28,17 +28,17 @@ from decent_dp.arguments import check_model, check_scaler
 from decent_dp.engine import Bucket
 from decent_dp.faults import Tolerate, check_faults
 from decent_dp.optim.tracking import rule_for
+from decent_dp.replica.assignment import describe_mesh, describe_node, ranks_of_mesh, why_no_node
 from decent_dp.replica.construction import Agreement, Arguments, Settings, workers_per_node
 from decent_dp.replica.live import start_replica
 from decent_dp.replica.module_hooks import called_first
 from decent_dp.replica.momenta import Momenta
 from decent_dp.replica.node_gradients import NodeGradients
-from decent_dp.replica.nodes import describe_node, why_no_node
 from decent_dp.replica.optimizer_guards import check_optimizers, options_of, params_of, refuse_hidden_state, signature_of
 from decent_dp.replica.optimizer_state import load_optimizer, saved_optimizer
 from decent_dp.replica.replica import DriverKind, Replica
 from decent_dp.replica.scaler_hook import ScalerHook, is_inner_step, refuse_other_scaler
-from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, mesh_of, ranks_of_mesh, refuse_stale_backward, reshard
+from decent_dp.replica.shards import fsdp_modules, local, mesh_of, refuse_stale_backward, reshard
 from decent_dp.replica.shares import Shares, UnevenNode
 from decent_dp.replica.snapshot import (
     ENGINE_ENTRIES,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decent_dp.replica.nodes import describe_node
+from decent_dp.replica.assignment import describe_node
 from decent_dp.tools.planner import Choice, Cluster, Job, Link, candidates, plan, predict, recipe
 from decent_dp.topo.registry import names_that_fit
 from tests.tools.test_planner import MIB, cluster, coding, job

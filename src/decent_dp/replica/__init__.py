@@ -8,8 +8,8 @@ consistency       calls of all workers, the same error on all  cadence         r
 snapshot          the whole state at a step boundary           host_copies     copies of tensors in memory that is kept
 optimizer_state   optimizers' state by parameter name          optimizer_guards  mistakes with optimizers, and saved states
 momenta           optimizers' momenta that are mixed, too      uneven          uneven numbers of batches
-shards            replicas of several workers (DTensor)        mates           the other workers of such a replica
+assignment        which workers are one replica                mates           the other workers of such a replica
 state_server      gives its state to a process that joins      state_receiver  gets it from a member
-transfer          a state in chunks, and their messages        nodes           whether a node is a replica
+transfer          a state in chunks, and their messages        shards          the parts of DTensors, and fully_shard
 shares            what each worker of a node exchanges         node_gradients  the mean of the gradients of its workers
 """

@@ -20,10 +20,10 @@ from decent_dp.engine import fit_rule
 from decent_dp.faults import Tolerate, most_workers
 from decent_dp.membership import Epochs, EpochStore, Members, MembershipMonitor
 from decent_dp.membership.runs import register
+from decent_dp.replica.assignment import assign_replicas
 from decent_dp.replica.averages import broadcast_, control_of_part
 from decent_dp.replica.consistency import call_on_all, check_consistency, compare, model_signature
-from decent_dp.replica.nodes import agree_on_nodes
-from decent_dp.replica.shards import assign_replicas, is_sharded, local
+from decent_dp.replica.shards import is_sharded, local
 from decent_dp.replica.shares import Shares
 from decent_dp.rules import Rule
 from decent_dp.rules.rule import rule_settings
@@ -167,7 +167,7 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
             replicas, weights = _replicas_of_run(transport, given.mesh), _weights_of_run(transport, given.weight)
         else:
             meshes, found = zip(*transport.control.gather([given.mesh, given.weight]), strict=True)
-            replicas, weights = assign_replicas(agree_on_nodes(meshes, transport.rank)), _agree_on_weights(found)
+            replicas, weights = assign_replicas(meshes, transport.rank), _agree_on_weights(found)
         peers = _peers_of(transport, replicas, given.faults)
         agreed, store = check_consistency(transport.control, transport.rank, attempt)
         neighbours = None if given.faults is None else transport.tolerate(given.faults)

@@ -108,11 +108,11 @@ class StateServer(Listener):
         known = None if epochs is None else epochs.known
         text, tensors = encode({"first_bucket": bucket, "epoch": known, "snapshot": snapshot})
         if self._memory is None:
-            self._memory = self._maker.submit(HostMemory.reserved, HostMemory.sizes(tensors))
+            self._memory = self._maker.submit(HostMemory.reserved, *HostMemory.needed(tensors))
             if not futures.wait([self._memory], _SOON).done:
                 return None
         staged = self._memory.result().copy(tensors)
-        return _Kept(StateCopy(text, staged.tensors), staged, time.monotonic(), bucket, {})
+        return _Kept(StateCopy(text, staged), staged, time.monotonic(), bucket, {})
 
     def closing(self) -> None:
         with self._lock:

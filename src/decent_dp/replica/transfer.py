@@ -9,9 +9,7 @@ receiver.
 
 from __future__ import annotations
 
-import bisect
 import hashlib
-import itertools
 import json
 import math
 import secrets
@@ -25,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decent_dp.replica.host_copies import ALIGNMENT, Staged
 from decent_dp.serialization import decode, read_json
 
 __all__ = ["Donor", "PartialState", "StateCopy", "pack_message", "pull", "unpack_message"]
@@ -33,8 +32,6 @@ __all__ = ["Donor", "PartialState", "StateCopy", "pack_message", "pull", "unpack
 _CHUNK = 2**17
 # Chunks that are asked for and have not come: while one is on its way the donor reads the next ones.
 _AHEAD = 4
-# Each part begins at a multiple of so many bytes, as views of any dtype need.
-_ALIGNMENT = 64
 # Seconds between two requests to a donor that needs more time.
 _PAUSE = 0.1
 
@@ -67,28 +64,20 @@ class StateCopy:
         size: bytes of the header and the tensors.
     """
 
-    def __init__(self, text: str, tensors: Mapping[str, Tensor]) -> None:
-        """``text``, ``tensors``: as ``encode`` returns them; the tensors contiguous and on the CPU."""
+    def __init__(self, text: str, staged: Staged) -> None:
+        """``text``: as ``encode`` returns it; ``staged``: copies of its tensors."""
         self.name = secrets.token_hex(16)
-        entries = [[key, str(t.dtype).removeprefix("torch."), list(t.shape)] for key, t in tensors.items()]
-        header = json.dumps({"tree": text, "tensors": entries}).encode()
-        self._header = _padded(len(header))
-        self._parts = [memoryview(header.ljust(self._header))]
-        for tensor in tensors.values():
-            raw: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-            self._parts += [memoryview(raw), memoryview(bytes(_padded(tensor.nbytes) - tensor.nbytes))]
-        self._begins = list(itertools.accumulate(map(len, self._parts), initial=0))
-        self.size = self._begins[-1]
+        entries = [[key, str(t.dtype).removeprefix("torch."), list(t.shape)] for key, t in staged.tensors.items()]
+        header, raw = json.dumps({"tree": text, "tensors": entries}).encode(), memoryview(staged.raw.numpy())  # type: ignore[arg-type]
+        self._header, self._raw = header.ljust(_padded(len(header))), raw
+        self.size = len(self._header) + len(raw)
 
     def chunk(self, begin: int) -> bytes:
         """The answer to a request for the bytes from ``begin`` on."""
-        end, parts = min(begin + _CHUNK, self.size), list[memoryview]()
-        at, part = begin, bisect.bisect_right(self._begins, begin) - 1
-        while at < end:
-            parts.append(self._parts[part][at - self._begins[part] : end - self._begins[part]])
-            at, part = at + len(parts[-1]), part + 1
-        place = [self.name, self.size, self._header, begin]
-        return b"".join((pack_message({"place": place, "sha256": _digest(place, *parts)}), *parts))
+        first, end = len(self._header), min(begin + _CHUNK, self.size)
+        data = self._header[begin:end] + self._raw[max(begin - first, 0) : max(end - first, 0)]
+        place = [self.name, self.size, first, begin]
+        return pack_message({"place": place, "sha256": _digest(place, data)}, data)
 
 
 class PartialState:
@@ -101,17 +90,11 @@ class PartialState:
     """
 
     def __init__(self) -> None:
-        self._forget()
+        self.begin(None, 0, 0)
 
-    def _forget(self) -> None:
-        self.name: str | None = None
-        self.filled = self.size = self._header = 0
-        self.seconds = 0.0
-        self._raw = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def begin(self, name: str, size: int, header: int) -> None:
+    def begin(self, name: str | None, size: int, header: int) -> None:
         """Another copy begins. ``header``: bytes of its header."""
-        if not 0 < header <= size:
+        if not 0 <= header <= size:
             raise ValueError(f"a header of {header} of {size} bytes")
         self._raw = torch.empty(size, dtype=torch.uint8, device="cpu")  # first: there may not be so much memory
         self.name, self.size, self._header = name, size, header
@@ -130,7 +113,7 @@ class PartialState:
             ConnectionError, CheckpointError: it is none.
         """
         raw, begin, tensors = self._raw, self._header, dict[str, Tensor]()
-        self._forget()
+        self.begin(None, 0, 0)
         try:
             header = read_json(bytes(raw[:begin].numpy()).decode())
             for key, name, shape in header["tensors"]:
@@ -242,11 +225,10 @@ def pull(donor: Donor, partial: PartialState, seconds: float) -> Any:
 
 
 def _padded(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _digest(place: list[Any], *parts: memoryview) -> str:
+def _digest(place: list[Any], data: bytes | memoryview) -> str:
     digest = hashlib.sha256(json.dumps(place).encode())
-    for part in parts:
-        digest.update(part)
+    digest.update(data)
     return digest.hexdigest()
