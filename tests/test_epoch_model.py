@@ -384,8 +384,8 @@ class World:
         """This worker mixes in its round as its topology says."""
         assert worker.epochs.is_member, f"worker {worker.rank} knows that it was left out, and mixes"
         turn = turn_of(worker.topology, worker.round)
-        plan = (worker.round - turn.round, turn.members)
-        assert worker.rank in (turn.members or ())
+        plan = (worker.round - turn.round, turn.stage.members)
+        assert worker.rank in (turn.stage.members or ())
         newest = worker.epochs.newest
         worker.mixed = worker.round
         for number, epoch in self.line.items():

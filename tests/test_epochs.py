@@ -89,7 +89,7 @@ def test_what_is_made_from_it_changes_with_it():
     assert isinstance(own, EveryTopology)
     for t in range(12):
         turn, same = turn_of(part, t), turn_of(own, t)
-        assert (turn.mixes, turn.updates) == (same.mixes, same.updates)
+        assert (turn.mixes, turn.stage.time) == (same.mixes, same.stage.time)
     topology.change(12, [0, 1, 3])
     three = spread(Topology.every(ring_of(3), 3), 10, 20, 30)
     assert [turn_of(part, t).mixes for t in range(12, 24)] == [turn_of(three, t).mixes for t in range(12)]

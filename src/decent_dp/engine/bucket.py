@@ -48,7 +48,7 @@ class InFlight:
     def due(self, topology: Topology, round_: int) -> bool:
         """Whether it ends in round ``round_`` of its bucket's topology."""
         # The next exchange ends it, too, if the topology changes to one with shorter turns.
-        over = round_ - self.round.number >= schedule.turn_of(topology, self.round.number).updates
+        over = round_ - self.round.number >= schedule.turn_of(topology, self.round.number).stage.time
         return over or schedule.turn_of(topology, round_).mixes
 
 

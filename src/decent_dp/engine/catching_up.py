@@ -53,7 +53,7 @@ def round_of_others(engine: Engine) -> int:
                 others = [rank for rank in bucket.topology.get_edge(round_).ranks if rank != engine._peers.rank]
                 theirs = max(map(peers.round_of, others), default=-1)
                 # As long as the exchange has time to arrive, the other worker can be ahead; later it waits for this one.
-                if theirs > round_ + schedule.turn_of(bucket.topology, round_).updates:
+                if theirs > round_ + schedule.turn_of(bucket.topology, round_).stage.time:
                     passed = max(passed, theirs)
                 elif peers.has_dropped(others, ExchangeId(round_, bucket.number)):
                     passed = max(passed, round_ + 1)

@@ -136,7 +136,7 @@ def plan_turns(
     if sorted(order) != list(range(len(specs))):
         raise ValueError(f"order must be a permutation of 0..{len(specs) - 1}, got {list(order)!r}")
     sizes = [(spec.numel if spec.whole is None else spec.whole) * spec.dtype.itemsize for spec in specs]
-    total, h = max(1, sum(sizes)), schedule.stages_of(topology)[-1].updates
+    total, h = max(1, sum(sizes)), schedule.stages_of(topology)[-1].every
     if h == 1:
         first, limit = choose_sizes(sum(spec.numel * spec.dtype.itemsize for spec in specs), limit_bytes)
         return [(plan, topology) for plan in plan_buckets(specs, order, limit, first)]

@@ -10,10 +10,10 @@ import hashlib
 import itertools
 import sys
 from abc import ABCMeta
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from decent_dp._checks import check_integer
 
 from .edges import Edge, PairRounds, _checked_round, _words
 
-__all__ = ["Edge", "Stage", "Topology", "Turn", "worker_scope"]
+__all__ = ["Edge", "Stage", "Topology", "worker_scope"]
 
 FINGERPRINT_ROUNDS = 64
 _SHOWN_ROUNDS = 16
@@ -58,30 +58,23 @@ def _current_worker() -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What a topology does in one update.
+class Stage:
+    """A topology that is not made of others, from some update on: what compositions consist of.
 
     Attributes:
-        topology: the one in use, which is not made of others.
-        round: its round; that of the next mix if there is none in this update.
-        mixes: False in the updates between two mixes of ``every(h)``.
-        updates: how many an exchange that starts now has to arrive.
+        topology: of which update ``t`` of the stage has round ``t // every``.
+        every: updates from one mix to the next.
+        start: the first update.
+        offset: in [0, every): an update of the stage mixes if ``t + 1 - offset`` is a multiple of ``every``.
+        time: updates that an exchange has to arrive, in [1, every].
         members: the workers that are its ranks 0, 1, …; all others are idle. None: all.
     """
 
     topology: Topology
-    round: int
-    mixes: bool = True
-    updates: int = 1
-    members: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One of the topologies that a topology goes through, with the updates from one of its mixes to the next."""
-
-    topology: Topology
-    updates: int = 1
+    every: int = 1
+    start: int = 0
+    offset: int = 0
+    time: int = 1
     members: tuple[int, ...] | None = None
 
 
@@ -176,16 +169,7 @@ class Topology(metaclass=TopologyMeta):
             TypeError, ValueError: ``h`` is not an integer of at least 1.
         """
         h = check_integer("every: h", h, 1)
-        if h == 1:
-            return self
-        made = self._every(h)
-        made._replica_weights = self._replica_weights
-        return made
-
-    def _every(self, h: int) -> Topology:
-        from . import EveryTopology  # it builds on this class
-
-        return EveryTopology(self, h)
+        return self if h == 1 else self._restaged(lambda stage: replace(stage, every=h * stage.every))
 
     @staticmethod
     def from_graph(
@@ -204,21 +188,16 @@ class Topology(metaclass=TopologyMeta):
 
     # --- what compositions override: see decent_dp.topo.schedule
 
-    def _turn(self, t: int) -> Turn:
-        return Turn(self, t)
+    def _stages(self) -> tuple[Stage, ...]:
+        """What is in use from which update on, in this order."""
+        return (Stage(self),)
 
-    def _stages(self) -> list[Stage]:
-        return [Stage(self)]
+    def _restaged(self, change: Callable[[Stage], Stage]) -> Topology:
+        """This topology with changed stages."""
+        from . import EveryTopology  # it builds on this class
 
-    def _spread(self, start: int, stop: int, total: int) -> Topology:
-        return self
-
-    def _seated(self, edges: list[Edge], members: Sequence[int] | None) -> list[Edge]:
-        """Edges of seats as edges of the workers in them, ``members``; all other workers are idle. None: they are the same."""
-        if members is None or len(members) == self._world_size:
-            return edges
-        mixing = [Edge([members[seat] for seat in edge.ranks], edge.weight) for edge in edges]
-        return mixing + [Edge([rank], 1.0) for rank in range(self._world_size) if rank not in members]
+        stage = change(Stage(self))
+        return self if stage.every == 1 else EveryTopology(self, stage.every, stage.offset, stage.time)
 
     # --- looking up
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from .abstract import Stage, Topology, Turn
+from .abstract import Stage, Topology
 from .compose import Composition
 
 __all__ = ["EpochTopology"]
+
+_Change = tuple[int, tuple[int, ...]]
 
 
 @dataclass
@@ -20,7 +22,7 @@ class _Line:
     Replaced as a whole, as threads read it.
     """
 
-    changes: tuple[tuple[int, tuple[int, ...]], ...]
+    changes: tuple[_Change, ...]
 
 
 class EpochTopology(Composition):
@@ -38,13 +40,15 @@ class EpochTopology(Composition):
 
     def __init__(self, make: Callable[[int], Topology], *, world_size: int, rank: int, members: int | None = None) -> None:
         first = make(world_size if members is None else members)
-        super().__init__(first._local_world_size, world_size=world_size, rank=rank)
+        Topology.__init__(self, first._local_world_size, world_size=world_size, rank=rank)
         self._make, self._line = make, _Line(((0, tuple(range(first.world_size))),))
-        self._made = {self._line.changes[0]: first}
+        self._changed: Callable[[Stage], Stage] = lambda stage: stage
+        # The changes that are known, and the stages of each.
+        self._known: tuple[tuple[_Change, ...], dict[_Change, tuple[Stage, ...]]] = ((), {})
 
     def change(self, start: int, members: Sequence[int], now: int = 0) -> None:
         """From round ``start`` on only ``members`` mix. What no exchange in flight needs in round ``now`` is forgotten."""
-        changes, since = self._line.changes, now - 2 * max(stage.updates for stage in self._stages())
+        changes, since = self._line.changes, now - 2 * max(stage.every for stage in self._stages())
         kept = [change for change, after in pairwise(changes) if after[0] > since]
         self._line.changes = (*kept, changes[-1], (start, tuple(sorted(members))))
 
@@ -52,53 +56,21 @@ class EpochTopology(Composition):
         """The newest members mix in all rounds: their numbers may be earlier ones from now on."""
         self._line.changes = ((0, self._line.changes[-1][1]),)
 
-    def _from(self, derive: Callable[[Topology], Topology]) -> Topology:
-        """Made from this one, part by part, as the parts are that come later."""
-        members = len(self._line.changes[0][1])
-        made = EpochTopology(lambda n: derive(self._make(n)), world_size=self._world_size, rank=self._rank, members=members)
-        made._line = self._line
+    def _stages(self) -> tuple[Stage, ...]:
+        (changes, made), newest = self._known, self._line.changes
+        if changes is not newest:
+            made = {change: made.get(change) or self._stages_of(*change) for change in newest}
+            self._known = newest, made
+        found: list[Stage] = []
+        for change in newest:
+            found = [stage for stage in found if stage.start < change[0]] + list(made[change])
+        return tuple(found)
+
+    def _stages_of(self, start: int, members: tuple[int, ...]) -> tuple[Stage, ...]:
+        own = map(self._changed, self._make(len(members))._stages())
+        return tuple(replace(stage, start=start + stage.start, members=members) for stage in own)
+
+    def _restaged(self, change: Callable[[Stage], Stage]) -> Topology:
+        before, made = self._changed, copy.copy(self)
+        made._changed, made._known = lambda stage: change(before(stage)), ((), {})
         return made
-
-    def _at(self, t: int) -> tuple[Topology, int, tuple[int, ...]]:
-        """The topology in use in round ``t``, the number of its round, and its members."""
-        changes = self._line.changes
-        change = next((change for change in reversed(changes) if change[0] <= t), changes[0])
-        if change not in self._made:
-            kept = {key: made for key, made in self._made.items() if key in changes}
-            self._made = {**kept, change: self._make(len(change[1]))}
-        return self._made[change], max(t - change[0], 0), change[1]
-
-    @property
-    def _last(self) -> Topology:
-        return self._at(self._line.changes[-1][0])[0]
-
-    @property
-    def period(self) -> int | None:
-        return self._last.period if len(self._line.changes) == 1 else None
-
-    def _turn(self, t: int) -> Turn:
-        inner, at, members = self._at(t)
-        return replace(inner._turn(at), members=members)
-
-    def _stages(self) -> list[Stage]:
-        inner, _, members = self._at(self._line.changes[-1][0])
-        return [replace(stage, members=members) for stage in inner._stages()]
-
-    def _spread(self, start: int, stop: int, total: int) -> Topology:
-        return self._from(lambda topology: topology._spread(start, stop, total))
-
-    def _every(self, h: int) -> Topology:
-        return self._from(lambda topology: Topology.every(topology, h))
-
-    def _title(self) -> str:
-        return self._last._title()
-
-    def fingerprint(self) -> dict[str, str | int]:
-        found = self._last.fingerprint()
-        if len(self._line.changes) == 1:
-            return found
-        digest = hashlib.sha256(f"{self._line.changes} {found['rounds']}".encode())
-        return {"name": found["name"], "n": self._world_size, "rounds": digest.hexdigest()[:16]}
-
-    def __repr__(self) -> str:
-        return repr(self._last)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from decent_dp._checks import check_integer
 
-from .abstract import Stage, Topology, Turn
+from .abstract import Stage, Topology
 from .edges import Edge
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "longest_turn",
     "meetings",
     "pull_of",
+    "seated",
     "share_of",
     "spread",
     "stages_of",
@@ -40,9 +43,21 @@ def title_of(topology: Topology) -> str:
     return topology._title()
 
 
+class Turn(NamedTuple):
+    """What a topology does in one update: the stage in use, its round (of the next mix, if this is none), and if it mixes."""
+
+    stage: Stage
+    round: int
+    mixes: bool
+
+
 def turn_of(topology: Topology, t: int) -> Turn:
     """What a topology does in update ``t`` ≥ 0."""
-    return topology._turn(check_integer("round", t, 0))
+    t = check_integer("round", t, 0)
+    stages = topology._stages()
+    stage = next((stage for stage in reversed(stages) if stage.start <= t), stages[0])
+    own = max(t - stage.start, 0)
+    return Turn(stage, own // stage.every, (own + 1 - stage.offset) % stage.every == 0)
 
 
 def edges_of(topology: Topology, t: int) -> list[Edge]:
@@ -50,9 +65,17 @@ def edges_of(topology: Topology, t: int) -> list[Edge]:
     return topology._checked(t)
 
 
-def stages_of(topology: Topology) -> list[Stage]:
+def stages_of(topology: Topology) -> tuple[Stage, ...]:
     """The topologies that a topology goes through, one after another; by itself if it is not made of others."""
     return topology._stages()
+
+
+def seated(whole: Topology, edges: list[Edge], members: Sequence[int] | None) -> list[Edge]:
+    """Edges of seats as edges of the workers in them, ``members``; all other workers are idle. None: they are the same."""
+    if members is None or len(members) == whole._world_size:
+        return edges
+    mixing = [Edge([members[seat] for seat in edge.ranks], edge.weight) for edge in edges]
+    return mixing + [Edge([rank], 1.0) for rank in range(whole._world_size) if rank not in members]
 
 
 def edges_ahead(topology: Topology, limit: int) -> list[Edge]:
@@ -61,7 +84,7 @@ def edges_ahead(topology: Topology, limit: int) -> list[Edge]:
     As many on every worker. Empty for a topology without a period.
     """
     return [
-        next(edge for edge in topology._seated(stage.topology._checked(t), stage.members) if topology._rank in edge.ranks)
+        next(edge for edge in seated(topology, stage.topology._checked(t), stage.members) if topology._rank in edge.ranks)
         for stage in stages_of(topology)
         for t in range(min(stage.topology.period or 0, limit))
     ]
@@ -72,22 +95,22 @@ def meetings(topology: Topology, t: int, ranks: Sequence[int]) -> int:
 
     In a composition since the beginning of its part.
     """
-    turn = turn_of(topology, t)
-    if turn.members is not None:
-        if not set(ranks) <= set(turn.members):
+    stage, at, _ = turn_of(topology, t)
+    if stage.members is not None:
+        if not set(ranks) <= set(stage.members):
             return 0
-        ranks = [turn.members.index(rank) for rank in ranks]
-    period = turn.topology.period
+        ranks = [stage.members.index(rank) for rank in ranks]
+    period = stage.topology.period
     if period is None:
-        return turn.round
-    periods, at = divmod(turn.round, period)
-    rounds = turn.topology._rounds_of_edges.get(tuple(sorted(ranks)), [])
+        return at
+    periods, at = divmod(at, period)
+    rounds = stage.topology._rounds_of_edges.get(tuple(sorted(ranks)), [])
     return periods * len(rounds) + bisect_left(rounds, at)
 
 
 def longest_turn(topology: Topology) -> int:
     """The most updates from one mix to the next, in any stage."""
-    return max(stage.updates for stage in stages_of(topology))
+    return max(stage.every for stage in stages_of(topology))
 
 
 def largest_group(topology: Topology) -> int:
@@ -119,9 +142,13 @@ def spread(topology: Topology, start: int, stop: int, total: int) -> Topology:
 
     With ``every(h)`` each such part has a turn of its own in the ``h`` updates, as long as its share of the bytes.
     """
-    made = topology._spread(start, stop, total)
-    made._replica_weights = topology._replica_weights
-    return made
+
+    def own_turn(stage: Stage) -> Stage:
+        first, last = stage.every * start // total, stage.every * stop // total
+        offset = min(first, stage.every - 1)  # the last part may be empty
+        return replace(stage, offset=offset, time=max(1, last - offset))
+
+    return topology._restaged(own_turn)
 
 
 # -- replicas that do not count alike ---------------------------------------------------------------------------------------

@@ -260,7 +260,7 @@ class Choice:
     @property
     def steps_per_mix(self) -> int:
         """Steps from one mix of a parameter to the next."""
-        return self.mix_every * (stages_of(self.topology)[-1].updates if isinstance(self.topology, Topology) else 1)
+        return self.mix_every * (stages_of(self.topology)[-1].every if isinstance(self.topology, Topology) else 1)
 
     @property
     def low_rank(self) -> bool:

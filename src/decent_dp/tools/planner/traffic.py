@@ -240,7 +240,7 @@ def make_rounds(cluster: Cluster, choice: Choice) -> list[RoundTraffic]:
         rank=0,
     )
     last = stages_of(Topology.every(topology, choice.mix_every))[-1]
-    topology, h = last.topology, last.updates
+    topology, h = last.topology, last.every
     if choice.low_rank and (largest := largest_group(topology)) > 2:
         raise ValueError(
             f"{choice.name}: low-rank messages need a topology of pairs, and this one has groups of {largest}: take 'base-2'"

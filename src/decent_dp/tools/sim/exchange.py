@@ -67,7 +67,7 @@ class SimulatedExchange(ABC):
 
     def finish_due(self, t: int) -> None:
         """Mixes with the values in flight, if they have no time until a later update than ``t``."""
-        over = self._started is not None and t - self._started >= turn_of(self._topology, self._started).updates
+        over = self._started is not None and t - self._started >= turn_of(self._topology, self._started).stage.time
         if over or turn_of(self._topology, t).mixes:
             self.finish()
 
@@ -319,7 +319,7 @@ def make_exchanges(
     """The exchange of all parameters; with a ``mix_every`` one for each turn."""
     specs = [TensorSpec.of(name, param.detach()[0]) for name, param in params.items()]
     turns = [(plan, topology) for plan in plan_buckets(specs, range(len(specs)), math.inf)]
-    if stages_of(topology)[-1].updates > 1:
+    if stages_of(topology)[-1].every > 1:
         turns = plan_turns(specs, range(len(specs)), math.inf, topology)
     if compression is not Lossless:
         return [CompressedExchange(params, plan, own, rule, faults, compression) for plan, own in turns]
