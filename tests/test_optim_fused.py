@@ -96,27 +96,6 @@ def test_fast_equals_readable(lengths, s, betas, lr, eps, wd, dtype, cls, seed) 
 
 
 @both_classes
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_parameters(cls: type, dtype: torch.dtype, small_blocks: None) -> None:
-    """One step from equal values: at most the rounding of the last bit of the narrow type differs."""
-    rng = np.random.default_rng(0)
-    params = [normal(rng, (n,), dtype) for n in (200, 7, 64)]
-    fast, plain = (
-        cls([leaf(p) for p in params], lr=0.01, weight_decay=0.1, accum_iter=2, foreach=foreach) for foreach in (None, False)
-    )
-    for t in range(8):
-        for p, q in zip(fast.param_groups[0]["params"], plain.param_groups[0]["params"], strict=True):
-            q.data.copy_(p.data)
-        for optimizer in (fast, plain):
-            run(optimizer, 1, t)
-        for p, q in zip(fast.param_groups[0]["params"], plain.param_groups[0]["params"], strict=True):
-            torch.testing.assert_close(p, q, rtol=TOLERANCE[dtype], atol=0)
-            assert (p != q).float().mean() < 0.02
-            for key in KEYS:
-                torch.testing.assert_close(fast.state[p][key], plain.state[q][key], rtol=1e-6, atol=1e-7)
-
-
-@both_classes
 def test_grouping_changes_no_bit(cls: type, small_blocks: None) -> None:
     rng = np.random.default_rng(1)
     params = [normal(rng, (n,), torch.float32) for n in (200, 7, 64, 1, 90)]
@@ -148,6 +127,7 @@ def strange_rows() -> dict[str, tuple[Tensor, Tensor]]:
         "channels_last gradient of contiguous": (image, grads[0].to(**last)),
         "transposed": (matrix.t(), grads[1].t()),
         "sliced": (matrix[:, ::2], grads[1][:, ::2]),
+        "all sliced alike": (matrix[:, ::2], grads[1][:, ::2]),
         "sliced gradient": (matrix[:, ::2].contiguous(), grads[1][:, ::2]),
         "expanded gradient": (matrix, torch.tensor(0.5).expand(6, 8)),
         "negative view": (matrix, torch.complex(matrix, grads[1]).conj().imag),
@@ -165,30 +145,22 @@ def test_layouts(name: str, decoupled: bool, small_blocks: None) -> None:
     param, grad = strange_rows()[name]
     hyper = update.Hyperparameters(0.9, 0.99, 0.1, 0.2, 1e-8, 2, decoupled)
     results = []
-    for form in (update.multi_tensor_accum_adam, update.single_tensor_accum_adam):
+    for foreach in (True, False):
         base = torch.full((2 * param.numel() + 2,), 7.0, dtype=param.dtype)
         x = base.as_strided(param.shape, param.stride(), 1).copy_(param)
         before, version = grad.clone(), x._version
         moments = [torch.zeros_like(x, dtype=torch.float32) for _ in range(3)]
-        lists = update.TensorLists([x], [grad], *([m] for m in moments), [torch.tensor(0.0)])
+        if "all" in name:  # equal strides, but with gaps
+            moments = [torch.zeros(100)[:50].as_strided(x.shape, x.stride()) for _ in range(3)]
+        row = (x, grad, *moments, torch.tensor(0.0))
         for _ in range(5):
-            form(lists, hyper)
+            update.accum_adam([row], hyper, foreach=foreach)
         assert torch.equal(grad, before)
         assert x._version > version
         results.append((base, *moments))
     for fast, plain in zip(*results, strict=True):
         tol = TOLERANCE[fast.dtype]
         torch.testing.assert_close(fast, plain, rtol=tol, atol=tol)
-
-
-def test_rows_that_are_all_sliced_alike() -> None:
-    """Equal strides, but with gaps."""
-    results, hyper = [], update.Hyperparameters(0.9, 0.99, 0.1, 0, 1e-8, 2, True)
-    for form in (update.multi_tensor_accum_adam, update.single_tensor_accum_adam):
-        x, g, *moments = (torch.full((3, 8), value)[:, ::2] for value in (1.0, 0.5, 0.1, 0.2, 0.3))
-        form(update.TensorLists([x], [g], *([m] for m in moments), [torch.tensor(0.0)]), hyper)
-        results.append((x, *moments))
-    torch.testing.assert_close(*results)
 
 
 def test_rows_of_other_shapes() -> None:
@@ -293,6 +265,8 @@ def test_factories_are_fused_and_equal_torch(factory: Any, cls: type, dtype: tor
     tensors = [normal(rng, shape, dtype) for shape in ((5, 4), (3, 7))]
     fused = factory(named(*tensors), weight_decay=0.1, lr=0.01)
     plain = cls([leaf(t) for t in tensors], weight_decay=0.1, lr=0.01, foreach=False)
+    if dtype == torch.float64:
+        fused.param_groups[0]["lr"] = torch.tensor(0.01, dtype=dtype)
     assert fused.param_groups[0]["fused"] is True
     for optimizer in (fused, plain):
         run(optimizer, 20)
@@ -367,13 +341,4 @@ def test_scaler_skips_and_unscales(factory: Any, cls: type) -> None:
             scaler.step(optimizer)
             scaler.update()
         assert optimizer.state[p]["step"] == 2
-    torch.testing.assert_close(fused.param_groups[0]["params"], plain.param_groups[0]["params"])
-
-
-def test_rate_as_a_tensor() -> None:
-    lr: Any = torch.tensor(0.1)
-    fused = optim_fn_adamw(named(torch.ones(2, 2)), lr=lr)
-    plain = torch.optim.AdamW([nn.Parameter(torch.ones(2, 2))], lr=0.1, weight_decay=0.1, foreach=False)
-    for optimizer in (fused, plain):
-        run(optimizer, 3)
     torch.testing.assert_close(fused.param_groups[0]["params"], plain.param_groups[0]["params"])

@@ -134,7 +134,6 @@ class Compression(ABC):
         by_parameter: every parameter must be a flat tensor of its own.
         needs_hints: a worker must know the ``hint`` of all members of the edge before it can encode.
         pairs_only: edges of more than two workers are refused.
-        gathers: the members of a larger edge get the messages of all others, and not that of the mean.
         nbytes: the length of a message of this exchange, the same on all workers.
         most_nbytes: the length of the longest message.
         chunks: the parts of a message that can be reduced on their own.
@@ -146,7 +145,6 @@ class Compression(ABC):
     by_parameter: ClassVar[bool] = False
     needs_hints: ClassVar[bool] = False
     pairs_only: ClassVar[bool] = False
-    gathers: ClassVar[bool] = False
 
     nbytes: int
     most_nbytes: int

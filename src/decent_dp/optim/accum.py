@@ -22,15 +22,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from .rows import refuse_capture
-from .update import (
-    Hyperparameters,
-    TensorLists,
-    compiled_accum_adam,
-    multi_tensor_accum_adam,
-    single_tensor_accum_adam,
-    state_dtype,
-)
+from .rows import Row, refuse_capture
+from .update import Hyperparameters, accum_adam, state_dtype
 
 __all__ = ["AccumAdam", "AccumAdamW", "accum_adam_foreach", "accum_adamw_foreach"]
 
@@ -74,8 +67,8 @@ def accum_adamw_foreach(
     Raises:
         ValueError: lists of different lengths, or a state tensor of another dtype. Nothing is modified then.
     """
-    lists = TensorLists(params, grads, exp_avgs, exp_avg_sqs, accum_grads, state_steps)
-    _check_and_update(lists, Hyperparameters(beta1, beta2, lr, weight_decay, eps, accum_iter, decoupled=True))
+    hyper = Hyperparameters(beta1, beta2, lr, weight_decay, eps, accum_iter, decoupled=True)
+    _check_and_update(hyper, params, grads, exp_avgs, exp_avg_sqs, accum_grads, state_steps)
 
 
 def accum_adam_foreach(
@@ -93,23 +86,25 @@ def accum_adam_foreach(
     accum_iter: int,
 ) -> None:
     """One update of AccumAdam (decay in the gradient); arguments and errors as in `accum_adamw_foreach`."""
-    lists = TensorLists(params, grads, exp_avgs, exp_avg_sqs, accum_grads, state_steps)
-    _check_and_update(lists, Hyperparameters(beta1, beta2, lr, weight_decay, eps, accum_iter, decoupled=False))
+    hyper = Hyperparameters(beta1, beta2, lr, weight_decay, eps, accum_iter, decoupled=False)
+    _check_and_update(hyper, params, grads, exp_avgs, exp_avg_sqs, accum_grads, state_steps)
 
 
-def _check_and_update(lists: TensorLists, hyper: Hyperparameters) -> None:
-    lengths = {name: len(column) for name, column in lists._asdict().items()}
+def _check_and_update(hyper: Hyperparameters, *columns: list[Tensor]) -> None:
+    names = ("params", "grads", "exp_avgs", "exp_avg_sqs", "accum_grads", "state_steps")
+    lengths = dict(zip(names, map(len, columns), strict=True))
     if len(set(lengths.values())) > 1:
         raise ValueError(f"the lists must be equally long, but their lengths are {lengths}")
-    for name in ("exp_avgs", "exp_avg_sqs", "accum_grads"):
-        for i, (param, moment) in enumerate(zip(lists.params, getattr(lists, name), strict=True)):
+    rows = list(zip(*columns, strict=True))
+    for i, (param, _, *moments, _) in enumerate(rows):
+        for name, moment in zip(names[2:5], moments, strict=True):
             if moment.dtype != state_dtype(param):
                 raise ValueError(
                     f"{name}[{i}] is {moment.dtype}, but the state of a parameter of {param.dtype} must be "
                     f"{state_dtype(param)}: small gradients would be lost in it"
                 )
     with torch.no_grad():
-        multi_tensor_accum_adam(lists, hyper)
+        accum_adam(rows, hyper)
 
 
 # --------------------------------------------------------------------------------------------------------- optimizers
@@ -230,17 +225,15 @@ class _AccumAdamBase(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group, lists in [(group, self._gather(group)) for group in self.param_groups]:
+        for group, rows in [(group, self._gather(group)) for group in self.param_groups]:
             (beta1, beta2), lr, s = group["betas"], float(group["lr"]), group["accum_iter"]
             hyper = Hyperparameters(beta1, beta2, lr, group["weight_decay"], group["eps"], s, self._decoupled)
-            update = single_tensor_accum_adam if group["foreach"] is False else multi_tensor_accum_adam
-            update = compiled_accum_adam if group["compiled"] else update
-            update(lists, hyper)
+            accum_adam(rows, hyper, foreach=group["foreach"] is not False, compiled=group["compiled"])
         return loss
 
-    def _gather(self, group: dict[str, Any]) -> TensorLists:
+    def _gather(self, group: dict[str, Any]) -> list[Row]:
         """The rows of the parameters that have a gradient; makes missing state."""
-        rows = []
+        rows: list[Row] = []
         for i, param in enumerate(group["params"]):
             grad = param.grad
             if grad is None:
@@ -255,8 +248,8 @@ class _AccumAdamBase(Optimizer):
                 state["step"] = _new_step()
                 for key in _MOMENTS:
                     state[key] = torch.zeros_like(param, dtype=state_dtype(param), memory_format=torch.preserve_format)
-            rows.append((param, grad, state["exp_avg"], state["exp_avg_sq"], state["accum_grad"], state["step"]))
-        return TensorLists(*map(list, zip(*rows, strict=True))) if rows else TensorLists.empty()
+            rows.append((param, grad, *(state[key] for key in _MOMENTS), state["step"]))
+        return rows
 
 
 class AccumAdamW(_AccumAdamBase):

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from .edges import Edge, PairRounds, _checked_round, _words
 
 __all__ = ["Edge", "Stage", "Topology", "worker_scope"]
 
-FINGERPRINT_ROUNDS = 64
+_FINGERPRINT_ROUNDS = 64
 _SHOWN_ROUNDS = 16
 # Every bucket of an update asks for the same round, so a few rounds are kept.
 _KEPT_ROUNDS = 8
@@ -127,7 +127,7 @@ class Topology(metaclass=TopologyMeta):
             raise ValueError(f"{name}: rank must be below world_size={self._world_size}, got {self._rank}")
         self._n_nodes = max(1, self._world_size // self._local_world_size)
         self._periodic_rounds: Sequence[list[Edge]] | None = None
-        self._recent_rounds: dict[int, list[Edge]] = {}  # of those that are made when they are looked up
+        self._recent_rounds: dict[int, list[Edge]] = {}
         reason = type(self).unfit(self._world_size, self._local_world_size)
         if reason is not None:
             raise ValueError(f"{name} {reason}; 'base-2' and 'ring' fit any number")
@@ -150,11 +150,7 @@ class Topology(metaclass=TopologyMeta):
         )
 
     def round(self, t: int) -> list[Edge]:
-        """The edges of round ``t`` ≥ 0; every rank is in exactly one of them.
-
-        The result must depend on ``t`` alone and be the same on every worker. A random topology draws with a generator
-        made from a seed and ``t``.
-        """
+        """The edges of round ``t`` ≥ 0; every rank is in exactly one of them. They depend on ``t`` alone, on all workers."""
         rounds = self._period_rounds()
         return list(rounds[check_integer("round", t, 0) % len(rounds)])
 
@@ -183,8 +179,7 @@ class Topology(metaclass=TopologyMeta):
         """A topology in which the neighbours of an undirected graph mix in pairs: see `GraphTopology`."""
         from . import GraphTopology  # it builds on this class
 
-        made = GraphTopology(graph, local_world_size, world_size=world_size, rank=rank, allow_disconnected=allow_disconnected)
-        return cast(Topology, made)
+        return GraphTopology(graph, local_world_size, world_size=world_size, rank=rank, allow_disconnected=allow_disconnected)
 
     # --- what compositions override: see decent_dp.topo.schedule
 
@@ -258,9 +253,9 @@ class Topology(metaclass=TopologyMeta):
             ``name``: the title; ``n``: the number of workers; ``rounds``: 16 hex digits of the SHA-256 of the period's
             length and the first rounds (the whole period, at most 64). The order of edges and of ranks does not matter.
         """
-        return self._fingerprint(FINGERPRINT_ROUNDS)
+        return self._fingerprint()
 
-    def _fingerprint(self, most: int, also: str = "") -> dict[str, str | int]:
+    def _fingerprint(self, also: str = "", most: int = _FINGERPRINT_ROUNDS) -> dict[str, str | int]:
         """The fingerprint of the first ``most`` rounds, and of a text that stands for the others."""
         period = self.period
         digest = hashlib.sha256(f"period {period}{also}".encode())
@@ -307,10 +302,7 @@ class Topology(metaclass=TopologyMeta):
         """Round ``t``, checked."""
         t = check_integer("round", t, 0)
         rounds = None if self._is_aperiodic() else self._period_rounds()
-        if rounds is not None:
-            t %= len(rounds)
-            if not isinstance(rounds, PairRounds):
-                return rounds[t]
+        t = t if rounds is None else t % len(rounds)
         edges = self._recent_rounds.get(t)
         if edges is None:
             edges = self._check_round(t, self.round(t)) if rounds is None else rounds[t]
@@ -325,12 +317,13 @@ class Topology(metaclass=TopologyMeta):
         """All rounds of the period, made and checked at the first call."""
         if self._periodic_rounds is None:
             rounds: Any = self._get_topo_edges()
-            name = type(self).__name__
             if not isinstance(rounds, Iterable):
-                raise ValueError(f"{name}._get_topo_edges() returned {rounds!r}: return a list of rounds, [[Edge(...)]]")
-            # Pair rounds are valid by construction.
-            made = rounds if isinstance(rounds, PairRounds) else list(itertools.starmap(self._check_round, enumerate(rounds)))
-            self._periodic_rounds = made
-            if not self._periodic_rounds:
-                raise ValueError(f"{name} has no rounds: _get_topo_edges() must return at least one list of edges")
+                raise ValueError(
+                    f"{type(self).__name__}._get_topo_edges() returned {rounds!r}: return a list of rounds, [[Edge(...)]]"
+                )
+            if not isinstance(rounds, PairRounds):  # which are valid by construction
+                rounds = list(itertools.starmap(self._check_round, enumerate(rounds)))
+            if not rounds:
+                raise ValueError(f"{type(self).__name__} has no rounds: _get_topo_edges() must return at least one")
+            self._periodic_rounds = rounds
         return self._periodic_rounds

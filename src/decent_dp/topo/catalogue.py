@@ -241,7 +241,7 @@ class RandomMatchingTopology(Topology):
     def fingerprint(self) -> dict[str, str | int]:
         # The seed stands for all rounds, and a few rounds for the way they are drawn from it.
         few = type(self).round is RandomMatchingTopology.round
-        return self._fingerprint(_FEW_ROUNDS, f" seed {self._seed}") if few else super().fingerprint()
+        return self._fingerprint(f" seed {self._seed}", _FEW_ROUNDS) if few else super().fingerprint()
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, seed={self._seed})"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from numbers import Integral
 from typing import Any
 
-from .abstract import FINGERPRINT_ROUNDS, Topology, _current_worker
+from .abstract import Topology, _current_worker
 from .edges import PairRounds, _few
 
 __all__ = ["GraphTopology", "colour_edges"]
@@ -72,11 +72,10 @@ class GraphTopology(Topology):
 
     def fingerprint(self) -> dict[str, str | int]:
         # With the links: rounds after the first 64 are not in the fingerprint.
-        return self._fingerprint(FINGERPRINT_ROUNDS, f" links {sorted(self._links)}")
+        return self._fingerprint(f" links {sorted(self._links)}")
 
     def __repr__(self) -> str:
-        sizes = f"{self._local_world_size}, world_size={self._world_size}, rank={self._rank}"
-        return f"{type(self).__name__}(<{len(self._links)} links>, {sizes})"
+        return super().__repr__().replace("(", f"(<{len(self._links)} links>, ", 1)
 
 
 def _read(graph: Any) -> tuple[int, list[tuple[int, int]]]:
@@ -87,17 +86,17 @@ def _read(graph: Any) -> tuple[int, list[tuple[int, int]]]:
         raise TypeError("the graph is directed, and mixing goes both ways: pass graph.to_undirected()")
     if graph.is_multigraph():
         raise TypeError("the graph may have several edges between two nodes: pass networkx.Graph(graph), which has one")
-    nodes = [_as_rank(node) for node in graph.nodes]
+    nodes = list(graph.nodes)
     n = len(nodes)
     if not n:
         raise ValueError("the graph is empty: it needs a node for each worker")
-    wrong = [node for node, rank in zip(graph.nodes, nodes, strict=True) if rank is None or not 0 <= rank < n]
+    wrong = [node for node in nodes if isinstance(node, bool) or not isinstance(node, Integral) or not 0 <= int(node) < n]
     if wrong or len(set(nodes)) != n:
         raise ValueError(
             f"the graph's {n} nodes must be the workers 0 to {n - 1}, got {wrong[0] if wrong else nodes!r}: "
             "networkx.convert_node_labels_to_integers(graph) numbers them"
         )
-    links = {(min(u, v), max(u, v)) for u, v in ((operator.index(u), operator.index(v)) for u, v in graph.edges)}
+    links = {(min(u, v), max(u, v)) for u, v in ((int(u), int(v)) for u, v in graph.edges)}
     for u, v in sorted(links):
         if u == v:
             raise ValueError(
@@ -105,15 +104,6 @@ def _read(graph: Any) -> tuple[int, list[tuple[int, int]]]:
                 "graph.remove_edges_from(list(networkx.selfloop_edges(graph)))"
             )
     return n, list(links)
-
-
-def _as_rank(node: object) -> int | None:
-    if isinstance(node, bool):
-        return None
-    try:
-        return operator.index(node)  # type: ignore[arg-type]
-    except TypeError:
-        return None
 
 
 def _parts(n: int, links: Sequence[_Link]) -> tuple[list[list[int]], bool]:

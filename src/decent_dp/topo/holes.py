@@ -30,6 +30,8 @@ class WithoutTopology(Topology):
     """
 
     def __init__(self, inner: Topology, gone: Iterable[int]) -> None:
+        if not isinstance(inner, Topology):
+            raise TypeError(f"without takes a Topology, got {inner!r}")
         n = inner._world_size
         self._gone = {check_integer("without: a rank", rank, 0) for rank in gone}
         if self._gone and max(self._gone) >= n:
@@ -67,6 +69,4 @@ def without(topology: Topology, gone: Iterable[int]) -> WithoutTopology:
     Raises:
         TypeError, ValueError: a rank is no worker, nobody is left, or the topology mixes groups.
     """
-    if not isinstance(topology, Topology):
-        raise TypeError(f"without takes a Topology, got {topology!r}")
     return WithoutTopology(topology, gone)

@@ -226,10 +226,8 @@ class InProcessTransport(Transport):
                 return
             if any(other.shape != request.sent.shape for other in found.values()):
                 raise WireError(f"{exchange_id}: messages of {sorted({len(other) for other in found.values()})} bytes met")
-            if len(ranks) == 2 or request.compression.gathers:
-                others = [found[rank] for rank in ranks if rank != self.rank]
-                for message, other in zip(request.received.tensor_split(len(others)), others, strict=True):
-                    message.copy_(other)
+            if len(ranks) == 2:
+                request.received.copy_(next(found[rank] for rank in ranks if rank != self.rank))
             else:
                 for number, chunk in enumerate(request.compression.chunks):  # as the roots would if all were on one node
                     messages = [found[rank][chunk.start : chunk.stop] for rank in ranks]

@@ -77,7 +77,7 @@ class WireExchanges:
         staging = self._stage(request, handle) if request.sent.device.type != "cpu" else None
         on_host = request if staging is None else staging.on_host
         exchange: _Swap | GroupExchange
-        if len(others) == 1 or request.compression.gathers:
+        if len(others) == 1:
             exchange = _Swap(self._wire, on_host, handle, others, self._rank)
         else:
             nodes = group_by_node(edge.ranks, self._node_of)
