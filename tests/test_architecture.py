@@ -290,10 +290,10 @@ def test_files_have_at_most_600_lines():
 
 # Lines of a room: at most today, and the goal. The first numbers only shrink.
 LINES = {
-    "topo": (1781, 1400),
+    "topo": (1719, 1400),
     "rules": (489, 600),
-    "compression": (2198, 1800),
-    "optim": (1800, 1700),
+    "compression": (2196, 1800),
+    "optim": (1720, 1700),
     "transport": (8713, 3200),
     "engine": (981, 1000),
     "membership": (1640, 1100),
