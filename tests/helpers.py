@@ -198,13 +198,12 @@ def request(
     exchange_id: ExchangeId,
     kind: type[Compression] = Lossless,
     compression: Compression | None = None,
-    others: int = 1,
 ) -> ExchangeRequest:
-    """One flat tensor, ready to be exchanged; the receive buffer, for so many messages, is filled with ones."""
+    """One flat tensor, ready to be exchanged; the receive buffer is filled with ones."""
     if compression is None:
         compression = compression_of([values], kind)
         expect_the_most(compression, [values])
-    sent, received = (torch.full((compression.nbytes * messages,), 255, dtype=torch.uint8) for messages in (1, others))
+    sent, received = (torch.full((compression.nbytes,), 255, dtype=torch.uint8) for _ in range(2))
     return ExchangeRequest(compression, [values], sent, received, compression.hint([values]), rank, exchange_id)
 
 

@@ -191,14 +191,8 @@ def hinted_exchanges(transport: Transport, edges: list[list[Edge]]) -> None:
             assert (found - expected).abs().max() <= (2 + (len(edge.ranks) > 2)) * step
 
 
-class Gathered(Lossless):
-    """Is not summed on the way."""
-
-    gathers = True
-
-
-def gathered(transport: Transport, edges: list[list[Edge]]) -> None:
-    """Every member gets every message, also one with a NaN, where all buckets of all rounds are in flight."""
+def in_flight(transport: Transport, edges: list[list[Edge]]) -> None:
+    """Each of a pair gets the other's message, also one with a NaN, where all buckets of all rounds are in flight."""
     rank, flying = transport.rank, []
 
     def values(of: int, exchange_id: ExchangeId) -> Tensor:
@@ -211,7 +205,7 @@ def gathered(transport: Transport, edges: list[list[Edge]]) -> None:
         edge = next(e for e in round_ if rank in e.ranks)
         others = sorted(set(edge.ranks) - {rank})
         for exchange_id in (ExchangeId(t, 10 * (t - 900) + bucket) for bucket in range(len(SIZES) if others else 0)):
-            own = request(values(rank, exchange_id), rank, exchange_id, Gathered, others=len(others))
+            own = request(values(rank, exchange_id), rank, exchange_id, Lossless)
             flying.append((others, own, transport.start(edge, own)))
     for others, own, handle in flying:
         handle.wait()
@@ -319,7 +313,8 @@ def whole_contract(transport: Transport) -> str:
         if n > 2:
             exchanges(transport, grouping(n), dtype, first=first + 12, turn=i + 1)
     hinted_exchanges(transport, grouping(n) if n > 2 else pairing(n))
-    gathered(transport, grouping(n) if n > 2 else pairing(n))
+    if n != 3:
+        in_flight(transport, pairing(n))
     transport.report("nothing")
     transport.close()
     return "done"

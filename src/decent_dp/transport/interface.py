@@ -49,7 +49,7 @@ class ExchangeRequest:
         compression: encodes and reduces the messages.
         values: one 1-D tensor for each of ``compression.tensors``; not changed before ``Handle.wait_for_read`` returns.
         sent, received: the messages, on the bucket's device. ``sent`` is ``compression.nbytes`` long, as is what comes from a
-            pair, or the mean of a group. Where the compression ``gathers``, ``received`` holds the messages of all others.
+            pair, or the mean of a group.
         hint: this worker's scale hint for the exchange.
         rank: this worker's.
         exchange_id: which exchange it is.
@@ -326,9 +326,9 @@ class Transport(ABC):
 
         The others get the request's hint. It is encoded, perhaps by another thread, as soon as theirs are there. After the
         handle's ``wait``, ``received`` holds the other's message on an edge of two, and on a larger one the message of the mean
-        of all members, or the messages of all others if the compression ``gathers``. Until then both messages belong to the
-        transport. Every member starts its exchanges in the same order of (round, bucket), with messages of one length. One
-        of a bucket begins when the one before has been waited for, and has a larger round.
+        of all members. Until then both messages belong to the transport. Every member starts its exchanges in the same order
+        of (round, bucket), with messages of one length. One of a bucket begins when the one before has been waited
+        for, and has a larger round.
         """
 
     def begin(self, bucket: int) -> None:

@@ -78,7 +78,7 @@ class WireExchanges:
         on_host = request if staging is None else staging.on_host
         exchange: _Swap | GroupExchange
         if len(others) == 1:
-            exchange = _Swap(self._wire, on_host, handle, others, self._rank)
+            exchange = _Swap(self._wire, on_host, handle, others[0])
         else:
             nodes = group_by_node(edge.ranks, self._node_of)
             first = self._first_chunk(edge, on_host)
@@ -176,29 +176,22 @@ class WireExchanges:
 
 
 class _Swap:
-    """All members get the messages of the others: those of a pair, or of a group that is not to be summed."""
+    """Both members of a pair get the message of the other one."""
 
-    def __init__(self, wire: Wire, request: ExchangeRequest, handle: WireHandle, others: list[int], rank: int) -> None:
+    def __init__(self, wire: Wire, request: ExchangeRequest, handle: WireHandle, peer: int) -> None:
         self._wire = wire
         key, sent = key_of(request.exchange_id, WHOLE), bytes_of(request.sent)
-        self.bytes_sent = len(others) * sum(chunk.payload for chunk in request.compression.chunks)
-        handle.expect(len(others))
-        self._pairs = handle.pairs
-        members = sorted([*others, rank])
-        for peer, received in zip(others, request.received.tensor_split(len(others)), strict=True):
-            # In each step of a group every member sends to one and receives from one. A pair has no steps.
-            distance = members.index(peer) - members.index(rank) if len(members) > 2 else 0
-            ahead, behind = distance % len(members), -distance % len(members)
-            failed = partial(handle.fail, peer)
-            sending = Sending(peer, key, sent, _nothing, failed, ahead)
-            receiving = Receiving(peer, key, bytes_of(received), _nothing, failed, behind, sources=len(others))
-            handle.pairs.append(PairExchange(receiving, sending, partial(handle.settle, peer)))
-        for pair in handle.pairs:
-            wire.call(partial(wire.settlement.open, pair))
+        self.bytes_sent = sum(chunk.payload for chunk in request.compression.chunks)
+        handle.expect(1)
+        failed = partial(handle.fail, peer)
+        sending = Sending(peer, key, sent, _nothing, failed)
+        receiving = Receiving(peer, key, bytes_of(request.received), _nothing, failed)
+        self._pair = PairExchange(receiving, sending, partial(handle.settle, peer))
+        handle.pairs.append(self._pair)
+        wire.call(partial(wire.settlement.open, self._pair))
 
     def encoded(self, ready: int) -> None:
-        for pair in self._pairs:
-            self._wire.call(partial(self._wire.settlement.send, pair, ready))
+        self._wire.call(partial(self._wire.settlement.send, self._pair, ready))
 
 
 def _nothing() -> None:
