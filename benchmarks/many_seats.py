@@ -81,6 +81,16 @@ class CountedStore:
         return self.texts.pop(key, None) is not None
 
 
+class Look:
+    """``Seen``, of which each part is found out when it is read. It is a method of ``worker``."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+
+    def __getattr__(self, name: str) -> Any:
+        return self._worker.newest_epoch() if name == "epoch" else frozenset(getattr(self._worker, name)())
+
+
 class Worker:
     """A process that makes rounds; also its ``Neighbours``, as far as ``Epochs`` uses them."""
 
@@ -119,6 +129,9 @@ class Worker:
 
     def enter_epoch(self, number: int) -> None:
         self.epoch = number
+
+    def look(self) -> Look:
+        return Look(self)
 
     def newest_epoch(self) -> int:
         return max((self.world.workers[peer].epoch for peer in self.living()), default=0)

@@ -58,8 +58,8 @@ class Watch:
         transport, turn = self._replica.world, 0
         links = transport._wire.links
         while True:
-            neighbours, now = transport.neighbours, time.monotonic()
-            for kind, peers in (("silent", neighbours.silent()), ("dead", neighbours.lost())):
+            seen, now = transport.neighbours.look(), time.monotonic()
+            for kind, peers in (("silent", seen.silent), ("dead", seen.lost)):
                 self.found[kind] = sorted({*self.found[kind], *peers})
             for link in list(links.by_rank.values()):
                 if link.channels:

@@ -136,7 +136,7 @@ def is_connected(replica: Any) -> bool:
     start = max(replica.stats().rounds, newest.start)
     needed = {rank for t in range(start, start + 32) for rank in inner.engine.topology.get_edge(t).ranks}
     needed |= set(newest.members if own in newest.incarnations else newest.incarnations) & set(newest.members)
-    return needed <= {own, *inner.monitor.neighbours.living()}
+    return needed <= {own, *inner.world.table.living()}
 
 
 def has_begun(replica: Any) -> bool:

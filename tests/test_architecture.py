@@ -294,7 +294,7 @@ LINES = {
     "rules": (489, 600),
     "compression": (2196, 1800),
     "optim": (1720, 1700),
-    "transport": (8713, 3200),
+    "transport": (8638, 3200),
     "engine": (981, 1000),
     "membership": (1640, 1100),
     "replica": (5670, 2500),
@@ -335,11 +335,7 @@ LARGE: dict[str, tuple[int, int]] = {
     "integrations/_lightning_common.py:LightningOverSurvivors": (14, 2),
     "integrations/lightning.py:GossipStrategy": (22, 9),
     "tools/sim/cluster.py:VirtualCluster": (18, 11),
-    "transport/interface.py:Neighbours": (17, 0),
-    "transport/interface.py:Transport": (21, 8),
-    "transport/liveness.py:WireNeighbours": (23, 9),
     "transport/peer_link.py:PeerLink": (14, 28),
-    "transport/process_group.py:ProcessGroupTransport": (20, 15),
     "transport/wire.py:Wire": (15, 27),
 }
 

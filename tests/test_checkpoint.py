@@ -202,7 +202,7 @@ def test_saves_that_nobody_waits_for_are_all_whole(tmp_path):
         assert load(model, saving.path) == {"t": t}
         assert torch.equal(model.module.weight, expected[t]["weight"])
     assert not texts
-    assert not transport._plane.agreements.waiting
+    assert not transport.plane.agreements.waiting
     model.close()
 
 

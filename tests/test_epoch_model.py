@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from benchmarks.many_seats import CountedStore
+from benchmarks.many_seats import CountedStore, Look
 from decent_dp.membership import Epoch, Epochs, EpochStore
 from decent_dp.membership import epochs as epochs_module
 from decent_dp.topo import make_topology
@@ -152,6 +152,9 @@ class Worker:
 
     def enter_epoch(self, number: int) -> None:
         self.epoch = max(self.epoch, number)
+
+    def look(self) -> Look:
+        return Look(self)
 
     def newest_epoch(self) -> int:
         return max((self.world.workers[rank].epoch for rank in self.living()), default=0)

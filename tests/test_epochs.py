@@ -21,6 +21,7 @@ import pytest
 import torch.distributed as dist
 
 import decent_dp
+from benchmarks.many_seats import Look
 from decent_dp.errors import PeerLostError
 from decent_dp.membership import Epoch, Epochs, EpochStore, runs
 from decent_dp.membership import epochs as epochs_module
@@ -350,7 +351,10 @@ class Alone:
         self.newest_epoch, self.reserve_until = (lambda: self.heard), lambda seconds, least: 90
         self.enter_epoch = self.renew = self.fail = lambda *_: None
 
-    def look(self, round_: int, *, wanted: bool = False) -> Epoch | None:
+    def look(self) -> Look:
+        return Look(self)
+
+    def come_to(self, round_: int, *, wanted: bool = False) -> Epoch | None:
         return self.epochs.look(round_, wanted=wanted)
 
     def look_at_store(self, seconds: float = 0.0) -> float:
@@ -397,9 +401,9 @@ def test_the_training_thread_comes_to_an_epoch_when_its_whole_replica_knows_it(a
     one = alone()
     one.others_decide(1, 80, 0, 1, 3)
     one.epochs.limit = 0
-    assert (one.look(81), one.epochs.own.number) == (None, 1)
+    assert (one.come_to(81), one.epochs.own.number) == (None, 1)
     one.epochs.limit = 1
-    assert one.look(82).members == (0, 1, 3)
+    assert one.come_to(82).members == (0, 1, 3)
 
 
 def test_a_process_whose_replica_is_not_there_asks_for_no_epoch(alone):
@@ -417,7 +421,7 @@ def test_there_is_no_epoch_without_a_whole_replica(alone):
     """The other worker of this one's replica may be late, as all others are."""
     one = alone()
     one.epochs.replicas = Replicas(((0, 1), (2, 3)))
-    one.look(5, wanted=True)
+    one.come_to(5, wanted=True)
     one.look_at_store()
     one.promise(1)
     one.look_at_store(2 * epochs_module._FEW)
@@ -438,7 +442,7 @@ def test_a_promise_is_made_once_also_if_its_call_fails(alone):
         raise ConnectionError("a test")
 
     one.store.promise = fails
-    one.look(5, wanted=True)
+    one.come_to(5, wanted=True)
     assert [one.look_at_store(), one.look_at_store(), one.look_at_store(2.0)] == [0.0, *[epochs_module._AGAIN] * 2]
     one.epochs.keeper.offer(4, 7)  # too late for this epoch
     one.reserve_until = lambda seconds, least: 200
@@ -464,7 +468,7 @@ def test_a_promise_is_made_once_also_if_its_call_fails(alone):
 def test_how_long_promises_are_waited_for(alone, promised, ended, hears, absent, seconds):
     one = alone()
     one.has_ended, one.hears = ended, hears
-    one.look(5, wanted=True)
+    one.come_to(5, wanted=True)
     one.look_at_store()
     one.promise(*promised, absent=absent)
     one.look_at_store(max(0.0, seconds - 0.1))
@@ -473,7 +477,7 @@ def test_how_long_promises_are_waited_for(alone, promised, ended, hears, absent,
     found = one.store.read(1)
     assert found is not None
     assert found.members == tuple(sorted([*promised, 3]))
-    assert one.look(6).members == found.members
+    assert one.come_to(6).members == found.members
 
 
 @pytest.mark.parametrize(("proposer", "lost", "living", "turn"), [(1, [], [0, 1, 2], 3), (1, [1], [2, 0], 2), (1, [1], [], 0)])
@@ -495,11 +499,11 @@ def test_nobody_changes_the_members_at_a_store_that_was_emptied_before_most_have
     """A promise that cannot come about would leave rounds out."""
     one = alone()
     if promised:
-        one.look(5, wanted=True)
+        one.come_to(5, wanted=True)
         one.look_at_store()
     for key in ("whole", "epoch/1/proposal", "epoch/1/promises"):
         one.store.ask(lambda store, key=key: store.delete_key(f"run/{key}"))
-    one.look(6, wanted=True)
+    one.come_to(6, wanted=True)
     one.has_ended = [0, 1, 2]
     for _ in range(5):
         one.look_at_store(0.1)
@@ -512,7 +516,7 @@ def test_nobody_changes_the_members_at_a_store_that_was_emptied_before_most_have
     one.promise(0, 1)
     one.look_at_store(0.5)
     one.look_at_store(2 * epochs_module._TURN)
-    assert one.look(7).members == (0, 1, 3)
+    assert one.come_to(7).members == (0, 1, 3)
 
 
 def test_a_worker_that_has_missed_the_newest_epoch_helps_to_bring_it_back(alone):
@@ -524,7 +528,7 @@ def test_a_worker_that_has_missed_the_newest_epoch_helps_to_bring_it_back(alone)
     newest = Epoch.read(2, json.dumps({"start": 9, "dealt": 0, "members": [1, 3], "incarnations": {}}))
     assert one.store.come_back(newest, 1, 2)
     one.look_at_store(0.1)
-    assert one.look(5) == newest
+    assert one.come_to(5) == newest
 
 
 def test_an_epoch_is_made_over_what_others_have_written_in_its_place(alone, caplog):
@@ -532,11 +536,11 @@ def test_an_epoch_is_made_over_what_others_have_written_in_its_place(alone, capl
     one = alone()
     one.store.ask(lambda store: store.set("run/epoch/1", "hello"))
     one.has_ended = [1, 2]
-    one.look(5, wanted=True)
+    one.come_to(5, wanted=True)
     one.look_at_store()
     one.promise(0)
     one.look_at_store()
-    assert one.look(6).members == (0, 3)
+    assert one.come_to(6).members == (0, 3)
     assert "something else under 'decent_dp/run/epoch/1'" in caplog.text
 
 
@@ -549,8 +553,8 @@ def test_a_worker_on_a_lost_branch_takes_the_one_of_the_store(alone):
     other = one.store.decide(Epoch.read(1, one.epochs.decided.text.replace("[0, 3]", "[1, 3]")))
     one.epochs.keeper._keep_at = 0.0  # as after a call that failed
     one.look_at_store()
-    one.look(50)
-    one.look(51)
+    one.come_to(50)
+    one.come_to(51)
     assert one.epochs.newest == other
 
 
@@ -605,9 +609,9 @@ def one_that_has_missed_an_epoch(alone: Any) -> Alone:
     """Worker 3 of four has missed epoch 1, and epoch 2, from round 80 on, names it."""
     one: Alone = alone()
     one.others_decide(1, 10, 0, 1, 2)
-    assert one.look(60) is None
+    assert one.come_to(60) is None
     one.others_decide(2, 80, 0, 1, 2, 3)
-    epoch = one.look(61)
+    epoch = one.come_to(61)
     assert epoch is not None
     assert (epoch.number, epoch.start, one.epochs.is_member) == (2, 80, True)
     assert (one.confined, one.epochs.mixing_from) == ([-1], 80)
@@ -618,7 +622,7 @@ def test_a_worker_that_has_missed_an_epoch_mixes_again_when_the_next_one_begins(
     """Until then the others make rounds that it does not know. If it met its partners of before, it would wait for nothing."""
     one = one_that_has_missed_an_epoch(alone)
     for round_ in (62, 79, 80, 81):
-        one.look(round_)
+        one.come_to(round_)
     assert one.confined == [-1, None]
 
 
@@ -633,7 +637,7 @@ def test_a_promise_outlives_the_wait_for_an_epoch(alone):
     one = one_that_has_missed_an_epoch(alone)
     one.promise(0, number=3)
     one.look_at_store(1.0)
-    one.look(80)
+    one.come_to(80)
     assert one.confined == [-1, 90]
 
 
@@ -641,7 +645,7 @@ def test_the_membership_thread_ends_with_its_worker():
     """Also if nobody closes it."""
     before = set(threading.enumerate())  # others may still run, of tests before
     one = Alone()
-    one.look(1)
+    one.come_to(1)
     [thread] = [found for found in set(threading.enumerate()) - before if found.name == "decent_dp-membership"]
     del one.epochs
     thread.join(20)

@@ -55,7 +55,7 @@ class Two:
         self.known, self.theirs = (WireNeighbours(wire, rank, dead_after) for rank, wire in enumerate(self.net.wires))
         for rank in (0, 1):
             self.net.wires[rank].connect(1 - rank)
-        wait_for(lambda: self.known.living() == [1] and self.theirs.living() == [0])
+        wait_for(lambda: self.known.table.living() == [1] and self.theirs.table.living() == [0])
         self.link = self.net.wires[0].links.to(1)
 
     def there(self, call: Callable[[Any], object]) -> None:
@@ -90,21 +90,21 @@ def test_a_process_that_has_ended_is_a_hole_at_once(make, near):
     two = make(near=near, dead_after=20.0)
     two.net.unreachable[1] = REFUSED
     two.end()
-    wait_for(lambda: two.known.silent() == [1], 0.5)
+    wait_for(lambda: two.known.look().silent == {1}, 0.5)
     if near:
         wait_for(lambda: two.link.state is LinkState.GONE, 1.0)
-        assert (two.known.lost(), two.known.left()) == ([1], [])
+        assert (two.known.look().lost, two.known.look().left) == ({1}, set())
     else:
         time.sleep(0.1)
         assert two.link.state is LinkState.BROKEN
-        assert not two.known.usable(EDGE, EXCHANGE)
+        assert not two.known.table.usable(EDGE, EXCHANGE)
 
 
 def test_who_was_replaced_learns_it_when_it_connects_again(make):
     two = make()
-    assert not two.theirs.replaced
+    assert not two.theirs.look().is_replaced
     two.known.renew(1, 1, 5)  # another process is worker 1 for worker 0
-    wait_for(lambda: two.theirs.replaced)
+    wait_for(lambda: two.theirs.look().is_replaced)
 
 
 @pytest.mark.parametrize("listens", [pytest.param(True, marks=pytest.mark.slow), False])
@@ -115,18 +115,18 @@ def test_a_process_that_has_ended_elsewhere_counts_as_dead_sooner(make, listens)
     two.end()
     began = time.monotonic()
     time.sleep(0.5)
-    assert (two.known.silent(), two.known.lost()) == ([1], [])
-    wait_for(lambda: two.known.lost() == [1])
+    assert (two.known.look().silent, two.known.look().lost) == ({1}, set())
+    wait_for(lambda: two.known.look().lost == {1})
     assert listens == (time.monotonic() - began > 2.0)
 
 
 def test_what_a_peer_leaves_out_is_not_started(make):
     two = make()
-    assert two.known.usable(EDGE, EXCHANGE)
+    assert two.known.table.usable(EDGE, EXCHANGE)
     two.there(lambda wire: wire.settlement.skip(0, 3, 0))
-    wait_for(lambda: not two.known.usable(EDGE, EXCHANGE))
-    assert two.known.usable(EDGE, ExchangeId(4, 0))
-    assert two.known.usable(EDGE, ExchangeId(3, 1))
+    wait_for(lambda: not two.known.table.usable(EDGE, EXCHANGE))
+    assert two.known.table.usable(EDGE, ExchangeId(4, 0))
+    assert two.known.table.usable(EDGE, ExchangeId(3, 1))
 
 
 def test_a_doubt_is_waited_for_as_long_as_a_silence_and_then_counted(make):
@@ -162,14 +162,14 @@ def test_a_peer_that_sends_what_was_not_due_costs_its_edge_and_no_more(make):
     wait_for(lambda: bool(two.link.pairs))
     two.there(lambda wire: wire.links.to(0).channels[BULK].send(pack(DATA, key, 0, 30_000, 10, len(data)), b"x" * 10))
     wait_for(lambda: verdicts == [Verdict.NEITHER])
-    assert (errors, two.known.lost()) == ([], [1])
+    assert (errors, two.known.look().lost) == ([], {1})
 
 
 def test_a_worker_that_is_late_is_asked_and_answers(make):
     two = make(dead_after=50.0)
     two.net.wires[1].links.round = 7
     two.net.wires[0].call(lambda: two.net.wires[0].links.beat(two.link, ask=True))
-    wait_for(lambda: two.known.round_of(1) == 7 or two.link.round == 7, 0.5)  # heartbeats are a second apart
+    wait_for(lambda: two.known.table.round_of(1) == 7 or two.link.round == 7, 0.5)  # heartbeats are a second apart
 
 
 @pytest.mark.parametrize("near", [True, False])
@@ -189,7 +189,7 @@ def test_a_lost_connection_is_made_again(make, monkeypatch, near, refusals):
     for count in (1, 2, 3):
         two.net.wires[0].call(lambda: two.net.wires[0].connections.lose(two.link, "cut by the test"))
         wait_for(lambda count=count: two.net.wires[0].connections.made_again == count)
-        wait_for(lambda: two.theirs.living() == [0])
+        wait_for(lambda: two.theirs.table.living() == [0])
     assert len(refused) == refusals
 
 

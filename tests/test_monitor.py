@@ -16,21 +16,13 @@ from decent_dp.membership import Epoch, MembershipMonitor
 from decent_dp.membership import monitor as monitor_module
 from decent_dp.replica.consistency import among_the_same, broadcast_object
 from decent_dp.replica.uneven import _LastRound, finish_together
-from decent_dp.transport import Replicas
+from decent_dp.transport import Replicas, Seen
 
 REPLICAS = Replicas(((0,), (1,)))
 
 
 def make_monitor() -> MembershipMonitor:
-    nobody: Callable[[], list[int]] = list
-    neighbours: Any = SimpleNamespace(
-        living=lambda: [1],
-        round_of=lambda rank: 0,
-        silent=nobody,
-        lost=nobody,
-        left=nobody,
-        refuse_failed=lambda: None,
-    )
+    neighbours: Any = SimpleNamespace(look=lambda: Seen(frozenset([1])), refuse_failed=lambda: None)
     transport: Any = SimpleNamespace(rank=0, world_size=2, timeout=0.3, rank_in_all=lambda rank: rank)
     return MembershipMonitor(transport, neighbours, Tolerate(), REPLICAS, None)
 
@@ -102,15 +94,16 @@ def test_a_worker_that_only_this_one_has_lost_is_missed_until_others_vouch_for_i
         newest=epoch, is_member=True, replaced=False, look=look, keeper=SimpleNamespace(absent=frozenset(absent))
     )
     neighbours: Any = monitor.neighbours
-    neighbours.replaced, neighbours.lost, neighbours.silent = False, lambda: [2], lambda: [2]
+    here, gone = Seen(frozenset([1])), Seen(frozenset([1]), frozenset([2]), frozenset([2]))
+    neighbours.look = lambda: gone
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(monitor_module, "_SETTLE", -1.0)
         for round_ in range(4):
             monitor.look(round_)
         assert asked == [True, True, not absent, not absent]  # after the second it is named
-        neighbours.lost = neighbours.silent = list
+        neighbours.look = lambda: here
         monitor.look(4)  # it is back,
-        neighbours.lost = neighbours.silent = lambda: [2]
+        neighbours.look = lambda: gone
         monitor.look(5)  # and gone again
     assert asked[4:] == [False, True]
 

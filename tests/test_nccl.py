@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from decent_dp.compression import BFloat16, Int8, Lossless
 from decent_dp.errors import PeerLostError
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, ProcessGroupTransport
-from decent_dp.transport.nccl import AllReduceGroups, NcclPairs
+from decent_dp.transport.nccl import NcclExchanges
 from tests.helpers import came, request
-
-FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 class Noting:
@@ -54,13 +54,19 @@ class Noting:
         self._note("wait")
 
 
-def explain(error: RuntimeError, ranks: list[int], exchange_id: ExchangeId) -> RuntimeError:
-    return PeerLostError(f"{ranks} {exchange_id}: {error}")
+def explain(error: Exception, ranks: list[int], what: object) -> RuntimeError:
+    return PeerLostError(f"{ranks} {what}: {error}")
 
 
-def test_nccl_pairs_are_one_grouped_call():
+def over(noting: Noting, rank: int, n: int = 6, group: str = "(1, 2, 4)") -> NcclExchanges:
+    made = NcclExchanges(dist.HashStore(), rank, n, 60.0, explain)
+    made._communicators = {"nccl": noting, f"nccl/{group}": noting}
+    return made
+
+
+def test_a_pair_is_one_grouped_call():
     noting = Noting()
-    exchange = NcclPairs(noting, 5, explain)
+    exchange = over(noting, 5)
     own = request(torch.ones(8, dtype=torch.bfloat16), 5, ExchangeId(0, 0))
     first = exchange.start(Edge([5, 2], 0.5), own)
     assert torch.equal(own.sent[:-8].view(torch.bfloat16), own.values[0])
@@ -73,28 +79,20 @@ def test_nccl_pairs_are_one_grouped_call():
     assert (first.bytes_sent, second.bytes_sent) == (16, 16)
 
 
-def test_nccl_pairs_send_encoded_values():
+def test_a_pair_sends_encoded_values():
     noting = Noting()
     values = torch.linspace(-3, 3, 20)
     own = request(values, 0, ExchangeId(0, 0), BFloat16)
-    NcclPairs(noting, 0, explain).start(Edge([0, 1], 0.5), own).wait()
+    over(noting, 0).start(Edge([0, 1], 0.5), own).wait()
     assert noting.calls[1] == ("send", 1, torch.uint8, 48)
     assert torch.equal(own.sent[:-8].view(torch.bfloat16), values.bfloat16())
 
 
-@pytest.mark.parametrize("where", ["start", "send", "recv", "end", "wait"])
-def test_nccl_pairs_name_the_peer(where):
-    exchange = NcclPairs(Noting(where), 0, explain)
-    with pytest.raises(PeerLostError, match=r"\[3\] round 2, bucket 1: NCCL error"):
-        exchange.start(Edge([0, 3], 0.5), request(torch.ones(10), 0, ExchangeId(2, 1))).wait()
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_groups_on_the_device(dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_a_group_is_summed_in_float32_at_least(dtype):
     noting = Noting()
-    exchange = AllReduceGroups(noting, 1, explain)
     own = request(torch.arange(9).to(dtype), 1, ExchangeId(1, 2))
-    handle = exchange.start(Edge([4, 1, 2], 0.5), own)
+    handle = over(noting, 1).start(Edge([4, 1, 2], 0.5), own)
     handle.wait()
     # All three had the same: the mean of all is what was sent.
     assert torch.equal(came(own), own.values[0])
@@ -106,11 +104,13 @@ def test_groups_on_the_device(dtype):
     assert rest == [("wait",)] * 2
 
 
-def test_a_group_that_fails_names_the_others():
-    for where in ("allreduce", "wait"):
-        exchange = AllReduceGroups(Noting(where), 1, explain)
-        with pytest.raises(PeerLostError, match=r"\[2, 4\] round 1, bucket 3: NCCL error"):
-            exchange.start(Edge([4, 1, 2], 0.5), request(torch.ones(10), 1, ExchangeId(1, 3))).wait()
+@pytest.mark.parametrize(
+    ("ranks", "where"), [([0, 1], where) for where in ("start", "send", "recv", "end", "wait")] + [([4, 1, 2], "wait")]
+)
+def test_an_exchange_that_fails_names_the_others(ranks, where):
+    others = sorted(set(ranks) - {1})
+    with pytest.raises(PeerLostError, match=rf"\{others} round 2, bucket 1: NCCL error"):
+        over(Noting(where), 1).start(Edge(ranks, 0.5), request(torch.ones(10), 1, ExchangeId(2, 1))).wait()
 
 
 class OnGpu(Tensor):
@@ -123,24 +123,26 @@ class OnGpu(Tensor):
 
 def choosing(rank: int, n: int) -> list[str]:
     transport = ProcessGroupTransport()
-    found = []
+    taken: list[str] = []
+    for name in ("_nccl", "_exchanges"):
+        setattr(transport, name, SimpleNamespace(start=lambda *_, name=name: taken.append(name), close=lambda: None))
     for nccl, encrypt in ((True, None), (True, False), (True, True), (False, None)):
         transport._rendezvous = dataclasses.replace(
             transport._rendezvous, nccl=nccl, run=dataclasses.replace(transport._rendezvous.run, encrypt=encrypt)
         )
-        transport._communicators |= {"nccl": Noting(), "nccl/(0, 1, 2)": Noting()}
         for on_gpu in (True, False):
             for kind in (Lossless, BFloat16, Int8):
                 own = request(torch.ones(3), rank, ExchangeId(0, 0), kind)
                 if on_gpu:
                     own = dataclasses.replace(own, sent=own.sent.as_subclass(OnGpu))
-                found += [type(transport.choose(Edge(ranks, 0.5), own)).__name__ for ranks in ([0, 1], [0, 1, 2])]
+                for ranks in ([0, 1], [0, 1, 2]):
+                    transport.start(Edge(ranks, 0.5), own)
     transport.control.gather(None)  # no worker leaves while the other still connects
     transport.close()
-    return found
+    return taken
 
 
 def test_exchanges_that_go_over_nccl(workers):
     """On GPUs, if the process group has NCCL and not everything is to be encrypted."""
-    nccl = ["NcclPairs", "AllReduceGroups", "NcclPairs", "WireExchanges", "WireExchanges", "WireExchanges"]
-    assert workers(2, choosing) == [(nccl + ["WireExchanges"] * 6) * 2 + ["WireExchanges"] * 24] * 2
+    nccl = ["_nccl", "_nccl", "_nccl", "_exchanges", "_exchanges", "_exchanges"]
+    assert workers(2, choosing) == [(nccl + ["_exchanges"] * 6) * 2 + ["_exchanges"] * 24] * 2

@@ -495,7 +495,7 @@ def test_a_transport_that_has_failed_ends_the_training(monkeypatch):
         def fails(*_: Any, **__: Any) -> Any:
             raise RuntimeError("the transport has failed: a mistake")
 
-        monkeypatch.setattr(model.replica.world, "agree", fails)
+        monkeypatch.setattr(model.replica.world.plane, "agree", fails)
         tell()
         with pytest.raises(RuntimeError, match="a mistake"):
             train(stop, model)
@@ -597,7 +597,7 @@ def test_a_process_that_joins_votes_when_it_is_a_member():
         return votes
 
     replica: Any = SimpleNamespace(
-        world=SimpleNamespace(rank=2, agree=agree, is_asked=lambda name: False),
+        world=SimpleNamespace(rank=2, plane=SimpleNamespace(agree=agree, is_asked=lambda name: False)),
         engine=SimpleNamespace(round=7),
         cadence=SimpleNamespace(contexts=1),
         life=SimpleNamespace(before_first_round=lambda: None),

@@ -24,7 +24,7 @@ from decent_dp.errors import NonFiniteError, PeerLostError, PeerTimeoutError
 from decent_dp.membership import MembershipMonitor
 from decent_dp.replica import state_receiver
 from decent_dp.replica.mates import Mates
-from decent_dp.transport import Replicas
+from decent_dp.transport import Replicas, Seen
 from decent_dp.transport.tree import Tree
 from tests.helpers import assert_same
 from tests.members import DEAD_AFTER, die_in, the_store
@@ -291,8 +291,7 @@ class Fake:
 
 
 def make_mates(texts: dict[int, str]) -> tuple[Mates, Any]:
-    nobody: Callable[[], list[int]] = list
-    neighbours = SimpleNamespace(lost=nobody, ended=nobody, left=nobody, fail=lambda error: None)
+    neighbours = SimpleNamespace(look=Seen, fail=lambda error: None)
     transport: Any = Fake(texts)
     monitor: Any = make_monitor(transport, neighbours, ((0, 1), (2, 3)))
     monitor.epochs = SimpleNamespace(own=SimpleNamespace(number=7), limit=math.inf, keeper=SimpleNamespace(stop=lambda: None))
@@ -328,7 +327,7 @@ def test_the_workers_of_a_replica_are_all_connected():
     transport: Any = Fake({})
     connected: list[int] = []
     transport.plane = SimpleNamespace(connect=connected.append)
-    neighbours = SimpleNamespace(lost=list, ended=list, left=list, fail=lambda error: None)
+    neighbours = SimpleNamespace(look=Seen, fail=lambda error: None)
     mates = Mates(transport, make_monitor(transport, neighbours, ((0, 1, 5), (2, 3, 4))))
     mates.start(0)
     mates.close()
@@ -355,11 +354,11 @@ def test_a_worker_of_a_replica_that_does_not_come_is_an_error():
     with pytest.raises(PeerTimeoutError, match="worker 3 did not come to a round of its replica"):
         mates.agree_on(0, -1)
     mates, monitor = make_mates({})
-    monitor.neighbours.lost = lambda: [0, 3]
+    monitor.neighbours.look = lambda: Seen(lost=frozenset([0, 3]))
     with pytest.raises(PeerLostError, match="worker 3 has ended"), mates.explaining():
         raise RuntimeError("Connection closed by peer")
     mates, monitor = make_mates({})
-    monitor.neighbours.lost = monitor.neighbours.left = lambda: [3]
+    monitor.neighbours.look = lambda: Seen(lost=frozenset([3]), left=frozenset([3]))
     assert mates._look()  # it has done its part
     with pytest.raises(PeerLostError, match="worker 3 has ended"), mates.explaining():
         raise RuntimeError("Connection closed by peer")
@@ -367,7 +366,7 @@ def test_a_worker_of_a_replica_that_does_not_come_is_an_error():
 
 def test_an_error_that_says_what_has_happened_stays_as_it_is():
     mates, monitor = make_mates({})
-    monitor.neighbours.lost = lambda: [3]
+    monitor.neighbours.look = lambda: Seen(lost=frozenset([3]))
     with pytest.raises(NonFiniteError, match="the cause"), mates.explaining():
         raise NonFiniteError("the cause")
     began, alone = time.monotonic(), Mates(mates._transport, make_monitor(mates._transport, None, ((0,), (1,), (2,))))

@@ -226,9 +226,9 @@ def one_is_killed(rank: int, n: int) -> list[int]:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while not transport._known.lost() and time.monotonic() < deadline:
+    while not transport._known.look().lost and time.monotonic() < deadline:
         time.sleep(0.01)
-    found = transport._known.lost()
+    found = list(transport._known.look().lost)
     transport.store.set(f"seen/{rank}", "")  # a worker that exits first would be lost to the other
     while read_text(transport.store, f"seen/{2 - rank}") is None and time.monotonic() < deadline:
         time.sleep(0.01)

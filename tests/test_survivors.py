@@ -48,7 +48,7 @@ class KilledError(Exception):
 
 
 def neighbours_with(round_of: Callable[[int], int]) -> Any:
-    return SimpleNamespace(paused=contextlib.nullcontext, round_of=round_of)
+    return SimpleNamespace(paused=contextlib.nullcontext, table=SimpleNamespace(round_of=round_of))
 
 
 class Company:
@@ -268,7 +268,7 @@ def test_a_frozen_worker_is_left_out_and_told_when_it_wakes(make):
     results = company.run(lambda rank, control: control.gather(rank), [0, 1, 3])
     assert results == {rank: [0, 1, 3] for rank in (0, 1, 3)}
     assert DEAD_AFTER / 2 < time.monotonic() - began < DEAD_AFTER + SOON
-    wait_for(lambda: WireNeighbours(company.wire(2), 2, DEAD_AFTER, 60.0).living() == [0, 1, 3], 10.0)
+    wait_for(lambda: WireNeighbours(company.wire(2), 2, DEAD_AFTER).table.living() == [0, 1, 3], 10.0)
     late = company.run(lambda rank, control: control.gather(rank), [2])[2]
     assert isinstance(late, PeerLostError)
     assert "took worker 2 for gone" in str(late)
@@ -542,8 +542,8 @@ def test_nobody_meets_a_process_that_joins_before_its_first_round(make):
     link.start, link.round = 50, 51
     for round_, meets in ((10, False), (49, False), (50, True)):
         neighbours.announce(round_)
-        assert neighbours.usable(edge, ExchangeId(round_, 0)) == meets
-        assert neighbours.round_of(1) == (51 if meets else -1)
+        assert neighbours.table.usable(edge, ExchangeId(round_, 0)) == meets
+        assert neighbours.table.round_of(1) == (51 if meets else -1)
 
 
 @pytest.mark.slow
@@ -652,6 +652,6 @@ def test_an_agreement_without_this_worker_is_no_loss_of_another_one():
     found.set_result({1: "x"})
     for rank, said in ((0, "the others took worker 0 for gone"), (1, r"^\[0, 2\] for a save$")):
         transport: Any = SimpleNamespace(rank=rank, world_size=3, neighbours=None)
-        transport.explain_absent = lambda ranks, what: PeerLostError(f"{ranks} for {what}")
+        transport.explain = lambda error, ranks, what: PeerLostError(f"{ranks} for {what}")
         with pytest.raises(PeerLostError, match=said):
             texts_of(transport, found, "a save")

@@ -18,6 +18,7 @@ from decent_dp.checkpoint import saver as saver_module
 from decent_dp.checkpoint.preempt import Preemption
 from decent_dp.logging import publisher as publisher_module
 from decent_dp.transport import InProcessTransport, process_group, run_replicas
+from decent_dp.transport.control_plane import ControlPlane
 from decent_dp.transport.waiter import Waiter, start_thread, telling
 from tests.helpers import alone, loss, net
 from tests.members import make, step
@@ -198,7 +199,12 @@ def test_a_save_whose_thread_fails_does_not_hang(monkeypatch, tmp_path, where, c
     if where == "after it is complete":
         monkeypatch.setattr(saver_module.folder, "write_latest", fail)
     else:
-        monkeypatch.setattr(InProcessTransport, "agree", fail)
+        agree = ControlPlane.agree
+
+        def fails(plane: ControlPlane, name: str, *args: Any, **options: Any) -> Any:
+            return (fail if name.startswith("checkpoint") else agree)(plane, name, *args, **options)
+
+        monkeypatch.setattr(ControlPlane, "agree", fails)
     model = alone(net())
     loss(model, 0).backward()
     saving = decent_dp.checkpoint.save(model, tmp_path, wait=False)
@@ -210,7 +216,7 @@ def test_a_save_whose_thread_fails_does_not_hang(monkeypatch, tmp_path, where, c
 
 def test_a_thread_for_the_stop_vote_that_fails_ends_the_training(monkeypatch):
     model = alone(net())
-    monkeypatch.setattr(InProcessTransport, "is_asked", fail)
+    monkeypatch.setattr(ControlPlane, "is_asked", fail)
     with Preemption(model, signals=()), pytest.raises(ZeroDivisionError, match="a bug of ours"):
         train(lambda t: loss(model, t).backward(), 1000)
     model.close()

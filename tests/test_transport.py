@@ -652,7 +652,7 @@ def test_a_thread_that_has_returned_is_not_waited_for():
             time.sleep(0.1)
             assert transport.control.gather(0) == [0, 1]
             return caught(swap, transport, Edge([0, 1], 0.5), ExchangeId(1, 0))
-        transport._plane.agree("start/0/0", _Said("a gather", 0, 0, 0, -1, False, [], "1").write())
+        transport.plane.agree("start/0/0", _Said("a gather", 0, 0, 0, -1, False, [], "1").write())
         return None
 
     kind, message, seconds = run_replicas(2, work)[0]

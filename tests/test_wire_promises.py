@@ -303,7 +303,8 @@ def holds_the_lock(rank: int, n: int, encrypts: bool) -> Any:
             for _ in range(2):  # calls that keep the interpreter lock
                 ctypes.PyDLL(None).usleep(ctypes.c_uint(900_000))
         if rank == 0:
-            found |= {*neighbours.silent(), *neighbours.lost()} - set(neighbours.left())
+            seen = neighbours.look()
+            found |= (seen.silent | seen.lost) - seen.left
         time.sleep(0.01)
     reconnects = replica.stats().reconnects
     replica.close()

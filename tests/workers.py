@@ -114,7 +114,7 @@ def shorten(transport: Any, seconds: float) -> None:
     shared = transport._rendezvous
     transport._rendezvous = replace(shared, run=replace(shared.run, timeout=seconds))
     transport.control._timeout = transport.control._tree._timeout = seconds
-    for communicator in transport._communicators.values():
+    for communicator in transport._nccl._communicators.values():
         communicator._set_default_timeout(timedelta(seconds=seconds))
 
 

@@ -26,7 +26,6 @@ from decent_dp.tools.cli.links import Pair, Probe, schedule
 from decent_dp.tools.cli.screen import number
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeRequest, Handle, process_group
-from decent_dp.transport.interface import DeferredHandle
 from decent_dp.transport.peer_errors import UnreachableError
 from tests.tools.test_cli import links
 
@@ -97,7 +96,7 @@ def slowed(start: Callable[[], Handle], nbytes: int, latency: float, rate: float
         left = 2 * latency + nbytes / rate - (time.perf_counter() - began)
         time.sleep(max(left, 0.0))
 
-    return DeferredHandle(finish)
+    return Handle(finish)
 
 
 def on_known_links(rank: int, n: int, seconds: float) -> Any:
@@ -166,7 +165,7 @@ def with_silent_nodes(rank: int, n: int) -> Any:
             waits.append(self.timeout)
             raise PeerError("it sent nothing")
 
-        return DeferredHandle(wait)
+        return Handle(wait)
 
     process_group.ProcessGroupTransport.start = start  # type: ignore[method-assign]
     probe_ = Probe(0.02, 30.0)

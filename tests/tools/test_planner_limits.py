@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from decent_dp.tools.planner.traffic import collective, make_rounds
 from decent_dp.topo import Edge, SwitchTopology, Topology, make_topology
 from decent_dp.topo.schedule import title_of
 from decent_dp.transport.groups import find_place
-from decent_dp.transport.process_group import ProcessGroupTransport
+from decent_dp.transport.nccl import takes
 from tests.tools.test_planner import MIB, OPE, cluster, coding, job
 
 
@@ -220,15 +219,9 @@ def test_a_composition_mixes_as_its_last_part() -> None:
 @pytest.mark.parametrize("wire", [Lossless, BFloat16, Int8])
 def test_messages_go_where_the_transport_sends_them(name: str, wire: Any) -> None:
     made, choice = cluster(8, 4, backend="nccl"), Choice("decent_dp", name, wire.name)
-    shared = SimpleNamespace(nccl=True, run=SimpleNamespace(encrypt=None))
-    chooser: Any = SimpleNamespace(_rendezvous=shared, _faults=None, _exchanges="TCP", world_size=8, rank=0, explain=None)
-    chooser._communicator = lambda name, ranks: name
-    chooser.carrier = lambda on_gpus: ProcessGroupTransport.carrier(chooser, on_gpus=on_gpus)
-    request: Any = SimpleNamespace(compression=object.__new__(wire), sent=SimpleNamespace(is_cuda=True))
     for round_ in make_rounds(made, choice):
         for exchange in round_.transfers:
-            goes = ProcessGroupTransport.choose(chooser, Edge(list(exchange.starters), 0.5), request)
-            assert (goes == "TCP") == exchange.detour
+            assert takes(wire, len(exchange.starters)) != exchange.detour
     assert predict(made, job(), choice).detour == (wire is Int8 or (wire is BFloat16 and name != "one-peer-exp"))
 
 

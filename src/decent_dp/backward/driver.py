@@ -253,7 +253,7 @@ class BackwardReplica(Replica):
             bucket.edit = edit_of(units[-1], self.world)
         if self.agreed.replicas.shards == 1 and any(unit.bucket.edit is not None for unit in units):
             rounds = range(min(self.engine.topology.period or 0, _MOST_ROUNDS))
-            self.world.make_groups(edge for t in rounds for edge in self.engine.topology.round(t))
+            self.world.groups.make(edge for t in rounds for edge in self.engine.topology.round(t))
         optimizers = [unit.optimizer for unit in units]
         load(optimizers, [unit.scheduler for unit in units])
         if rule_for(engine.rule, optimizers) is not engine.rule:

@@ -60,7 +60,7 @@ def edit_of(unit: Unit, transport: Transport) -> Edit | None:
     def edit(edge: Edge, others: list[Tensor]) -> None:
         params = unit.bucket.buffer.params
         if edge.group is None:  # a group of the user's stays
-            edge = EdgeOfHook(edge.ranks, edge.weight, partial(transport.process_group_of, edge.ranks))
+            edge = EdgeOfHook(edge.ranks, edge.weight, partial(transport.groups.of, edge.ranks))
         try:
             for param, view in zip(params, others, strict=True):
                 param.comm_buffer = view  # type: ignore[attr-defined]

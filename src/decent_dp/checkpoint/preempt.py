@@ -202,7 +202,7 @@ class _StopVote(Listener):
     """One worker's part in the agreement on a stop round. A thread votes, and the training thread waits for the votes."""
 
     def __init__(self, replica: Replica, request: _StopRequest, grace: float) -> None:
-        self._transport, self._engine = replica.world, replica.engine
+        self._plane, self._engine = replica.world.plane, replica.engine
         self._replica, self._request, self._grace = replica, request, grace
         self._lock = threading.Lock()
         # Under the lock: the vote, the time in which all votes are to be there, and the votes.
@@ -243,7 +243,7 @@ class _StopVote(Listener):
                 f"did not vote for a stop round within the grace period of {self._grace:g} s: Preemption must be entered on "
                 "all workers, around the same loop."
             )
-            wait_for_all(self._transport, self._name, votes, max(0.0, left), _WHAT, late)
+            wait_for_all(self._replica.world, self._name, votes, max(0.0, left), _WHAT, late)
             self._is_known = True
             _log.warning("all workers stop after round %d", self.stop_round)
         elif left < 0 and not self._was_read:
@@ -266,13 +266,13 @@ class _StopVote(Listener):
     def _run(self) -> None:
         failure: Exception | None = None
         try:
-            while self._replica.life.before_first_round or not (self._request.pending or self._transport.is_asked(self._name)):
+            while self._replica.life.before_first_round or not (self._request.pending or self._plane.is_asked(self._name)):
                 if self._left.wait(_LOOK):
                     return
         except Exception as error:  # which nobody expects
             failure = error
         if self._request.pending:
-            _log.warning("worker %d was asked to stop: all workers stop after the same round", self._transport.rank)
+            _log.warning("worker %d was asked to stop: all workers stop after the same round", self._replica.world.rank)
         self._cast(asks=True, failure=failure)
 
     def _cast(self, *, asks: bool, failure: Exception | None = None) -> None:
@@ -284,6 +284,6 @@ class _StopVote(Listener):
             try:
                 if failure is not None:
                     raise failure
-                self._votes = self._transport.agree(self._name, str(self._vote), asks=asks)
+                self._votes = self._plane.agree(self._name, str(self._vote), asks=asks)
             except Exception as error:  # the transport was closed, or has failed
                 self._votes.set_exception(error)

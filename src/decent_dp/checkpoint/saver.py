@@ -365,7 +365,7 @@ class Saver(Listener):
             f"did not write a shard of {path.name} within {timeout:g} s: all workers must call save(...), at the same updates; "
             "or a disk is slow."
         )
-        agreed = self._transport.agree(name, report, round_=saving._round)
+        agreed = self._transport.plane.agree(name, report, round_=saving._round)
         error = _failure(wait_for_all(self._transport, name, agreed, timeout, what, late), saving._workers)
         if error is not None:
             if path.is_absolute():  # a refused save has no folder

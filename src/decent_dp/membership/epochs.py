@@ -153,7 +153,7 @@ class Epochs:
                 return round_ < self._new[0].start
             if self.promise is not None:
                 return round_ <= self.promise.until
-        return self.neighbours.newest_epoch() <= self.newest.number
+        return self.neighbours.look().epoch <= self.newest.number
 
     def learn(self, known: tuple[int, int, int, str]) -> None:
         """What another member knows (``known``), for a process that joins."""
@@ -272,7 +272,7 @@ class EpochKeeper:
     def want(self, wanted: bool) -> None:
         """Called in each round, by the training thread. ``wanted``: as of ``Epochs.look``."""
         before, self._wanted = self._wanted, wanted
-        heard, self._heard = self._heard, self._epochs.neighbours.newest_epoch()
+        heard, self._heard = self._heard, self._epochs.neighbours.look().epoch
         if (self._wanted and not before) or self._heard > heard:
             self._wake.set()
         if not self._has_thread:
@@ -341,7 +341,7 @@ class EpochKeeper:
         known = self._epochs.decided
         if known is None or self._epochs.replaced:
             return _LOOK
-        left, self._left = self._left, len(self._epochs.neighbours.left())
+        left, self._left = self._left, len(self._epochs.neighbours.look().left)
         if self._left > left:  # the store may end with it, and so may this worker: torch would complain about the connection
             return _SETTLE
         try:
@@ -360,7 +360,7 @@ class EpochKeeper:
         return wait
 
     def _see_to_the_next(self, known: Epoch) -> float:
-        number, is_behind = known.number + 1, self._epochs.neighbours.newest_epoch() > known.number
+        number, is_behind = known.number + 1, self._epochs.neighbours.look().epoch > known.number
         if self._epochs.promise is not None or is_behind or self._store.is_proposed(number):
             found = self._store.newest() if is_behind else self._store.read(number)
             if found is not None and found.number >= number:
@@ -397,19 +397,20 @@ class EpochKeeper:
         """Whether it was left out, and can be a member again: another worker hears it, or all members have ended."""
         if self._epochs.decided is None or self._epochs.is_member:
             return False
-        gone = {*self._epochs.neighbours.ended(), *self._epochs.neighbours.left()}
-        return bool(self._epochs.neighbours.living()) or gone.issuperset(self._epochs.decided.members)
+        seen = self._epochs.neighbours.look()
+        return bool(seen.living) or (seen.ended | seen.left).issuperset(self._epochs.decided.members)
 
     def _tell(self, known: Epoch) -> None:
         """Promises, once, and writes it to the store."""
         epochs, neighbours = self._epochs, self._epochs.neighbours
         with epochs.lock:
             if epochs.promise is None:
-                self._told = _Told(time.monotonic(), frozenset(neighbours.lost()).union(neighbours.left()))
+                seen = neighbours.look()
+                self._told = _Told(time.monotonic(), seen.lost | seen.left)
                 until = neighbours.reserve_until(_AHEAD, _LEAST)
                 joining = {rank: incarnation for rank, (incarnation, _, _) in self._candidates.items()}
                 since = epochs.own.number, epochs.own.start, epochs.own.dealt, len(epochs.replicas.whole(epochs.own.members))
-                absent = tuple(sorted(self._told.absent.union(neighbours.silent())))
+                absent = tuple(sorted(self._told.absent.union(neighbours.look().silent)))
                 epochs.promise = Promise(epochs.rank, epochs.incarnation, until, absent, joining, since)
                 _log.info(
                     "epoch %d: this worker mixes until round %d; seats are wanted by %s", known.number + 1, until, joining
@@ -439,23 +440,23 @@ class EpochKeeper:
 
     def _turn(self) -> int:
         """How many workers decide before this one: who has proposed, and then the lowest, if they live."""
-        with self._epochs.lock:
-            living = sorted({self._epochs.rank, *self._epochs.neighbours.living()})
+        seen = self._epochs.neighbours.look()
         first = self._told.proposer
         if first == self._epochs.rank:
             return 0
-        is_here = first is not None and first not in self._epochs.neighbours.lost()
-        return is_here + [rank for rank in living if rank != first].index(self._epochs.rank)
+        is_here = first is not None and first not in seen.lost
+        return is_here + [rank for rank in sorted({self._epochs.rank, *seen.living}) if rank != first].index(self._epochs.rank)
 
     def _are_enough(self, known: Epoch, promised: Mapping[int, Promise], waited: float) -> bool:
         """Whether nobody else is to be waited for, after so many seconds."""
-        missing = set(known.members).difference(promised, self._epochs.neighbours.ended(), self._epochs.neighbours.left())
+        seen = self._epochs.neighbours.look()
+        missing = set(known.members).difference(promised, seen.ended, seen.left)
         if not missing:
             return True
         if 2 * len(set(known.members).intersection(promised)) < len(known.members):
             return waited >= _FEW
         # Of those that this worker is not connected to, others know whether they are silent.
-        silent = {rank for promise in promised.values() for rank in promise.absent}.difference(self._epochs.neighbours.living())
+        silent = {rank for promise in promised.values() for rank in promise.absent}.difference(seen.living)
         return waited >= (_SILENT if missing <= silent else _HEARD)
 
     def _take_in(self, epoch: Epoch) -> None:
@@ -496,7 +497,7 @@ class EpochKeeper:
 
     def _come_back(self, known: Epoch) -> bool:
         """Whether the store has lost no epochs, or has the newest one again."""
-        newest = max(known.number, self._epochs.neighbours.newest_epoch())
+        newest = max(known.number, self._epochs.neighbours.look().epoch)
         return self._store.come_back(known, self._epochs.rank, newest)
 
     def _warn(self, why: str) -> None:

@@ -10,7 +10,7 @@ from decent_dp.errors import PeerLostError
 from decent_dp.faults import Roster, Tolerate
 from decent_dp.membership.epoch_store import Epoch
 from decent_dp.membership.epochs import Epochs
-from decent_dp.transport import Neighbours, Replicas, Transport
+from decent_dp.transport import Neighbours, Replicas, Seen, Transport
 
 __all__ = ["Members", "MembershipMonitor"]
 
@@ -52,9 +52,9 @@ class Members:
     @property
     def roster(self) -> Roster:
         """The newest epoch, and who of it is left out."""
-        silent = set() if self.neighbours is None else set(self.neighbours.silent())
+        silent = () if self.neighbours is None else self.neighbours.look().silent
         (own, _), members = self.replicas.place_of(self._transport.rank), self.replicas.whole(self.members)
-        holes = tuple(seat for seat, member in enumerate(members) if silent.intersection(self.replicas.workers_of(member)))
+        holes = tuple(seat for seat, member in enumerate(members) if set(silent) & set(self.replicas.workers_of(member)))
         (start, dealt), number, is_in = self._origin, 0, True
         if self.epochs is not None:
             newest, is_in = self.epochs.newest, self.epochs.is_member
@@ -77,7 +77,7 @@ class Members:
 
     def newest_round(self, own: int) -> int:
         """Of the connected workers and this one, which is in round ``own``: a call of all brings them to it."""
-        return own if self.neighbours is None else max([own, *map(self.neighbours.round_of, self.neighbours.living())])
+        return max(own, self._transport.newest_round())
 
     def look(self, round_: int) -> None:
         """Called before each round."""
@@ -101,9 +101,6 @@ class MembershipMonitor(Members):
     Args:
         transport: of all workers.
         epochs: changes the members; None for a topology that cannot be rebuilt.
-
-    Attributes:
-        neighbours, faults, replicas, epochs: those given.
     """
 
     tolerates_faults = True
@@ -155,7 +152,7 @@ class MembershipMonitor(Members):
         Raises:
             PeerLostError: as for ``check``, or it has waited for longer than the process group's timeout.
         """
-        if not self.neighbours.is_awake:
+        if not self.neighbours.look().is_awake:
             time.sleep(_PAUSE)
             self.look(round_)
             return True
@@ -183,14 +180,14 @@ class MembershipMonitor(Members):
             RuntimeError: a thread of this worker has failed (``Neighbours.fail``).
         """
         self.neighbours.refuse_failed()  # first: to a transport that has failed all others look gone
-        gone, left = set(self.neighbours.lost()), set(self.neighbours.left())
-        silent, lost = set(self.neighbours.silent()) - left, gone - left
+        seen = self.neighbours.look()
+        silent, lost = set(seen.silent - seen.left), set(seen.lost - seen.left)
         if silent != self._silent or lost != self._lost:
             self._report(round_, silent, lost)
         self._silent, self._lost = silent, lost
         self._most = n = max(self._most, len(self.members))
-        here = {*self.members, *left} - lost  # who has left had no batches any more
-        if n > 1 and not self.neighbours.living() and (silent | lost) - set(self.neighbours.ended()):
+        here = {*self.members, *seen.left} - lost  # who has left had no batches any more
+        if n > 1 and not seen.living and (silent | lost) - seen.ended:
             self._check_cut_off()
         elif len(here) < min(self.faults.min_workers, n):
             raise PeerLostError(
@@ -200,18 +197,18 @@ class MembershipMonitor(Members):
             )
         else:
             self._cut_off_since, self._waits = None, False
-        self._look_at_epochs(round_, gone | left)
+        self._look_at_epochs(round_, seen)
 
-    def _look_at_epochs(self, round_: int, gone: set[int]) -> None:
+    def _look_at_epochs(self, round_: int, seen: Seen) -> None:
         if self.epochs is None:
             return
-        now, before = time.monotonic(), self.roster
+        now, before, gone = time.monotonic(), self.roster, seen.lost | seen.left
         self._vouched &= gone
         missed = gone & set(self.members) - self._vouched
         self._missed = {rank: self._missed.get(rank, now) for rank in missed}
-        is_missed = any(now - since > _SETTLE for since in self._missed.values()) and bool(self.neighbours.living())
+        is_missed = any(now - since > _SETTLE for since in self._missed.values()) and bool(seen.living)
         epoch = self.epochs.look(round_, wanted=is_missed)
-        if self.epochs.replaced or self.neighbours.replaced:
+        if self.epochs.replaced or seen.is_replaced:
             raise PeerLostError(
                 f"another process has taken the place of worker {self._transport.rank}, which was gone for the others. End "
                 "this one: the others continue."
@@ -239,7 +236,7 @@ class MembershipMonitor(Members):
             raise RuntimeError("this worker cannot let processes in: it was left out, or its topology is not given by name")
         if rank == self._transport.rank:
             return False
-        return rank in self.neighbours.lost() or rank not in self.members or self.epochs.is_seated(rank, incarnation)
+        return rank in self.neighbours.look().lost or rank not in self.members or self.epochs.is_seated(rank, incarnation)
 
     def others(self, *, in_store: bool) -> dict[int, int]:
         """The incarnations, by rank, of the members that have this worker's part of a replica.
@@ -252,7 +249,7 @@ class MembershipMonitor(Members):
         members, known = (self.members, {}) if epoch is None else (epoch.members, epoch.incarnations)
         own, position = self.replicas.place_of(self._transport.rank)
         ranks = [self.replicas.workers_of(number)[position] for number in self.replicas.whole(members) if number != own]
-        living = ranks if in_store else self.neighbours.living()
+        living = ranks if in_store else self.neighbours.look().living
         return {rank: known.get(rank, 0) for rank in ranks if rank in living}
 
     def enter(self, epoch: Epoch) -> None:

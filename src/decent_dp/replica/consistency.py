@@ -158,7 +158,7 @@ def texts_of(transport: Transport, agreed: Future[Mapping[int, str]], what: str)
             f"the others took worker {transport.rank} for gone, and agreed on {what} without it: end this process."
         )
     if transport.neighbours is None and (absent := [rank for rank in range(transport.world_size) if rank not in texts]):
-        raise transport.explain_absent(absent, what)
+        raise transport.explain(None, absent, what)
     return texts
 
 

@@ -200,7 +200,7 @@ def _open_store(
     """
     if faults is None or not isinstance(topology, EpochTopology):
         return None
-    records = {**transport.records(), "signature": json.dumps(signature)}
+    records = {**transport.records, "signature": json.dumps(signature)}
     epochs = EpochStore(transport.store, transport.run_id, records, faults.run)
     if transport.rank == 0 and not isinstance(transport, NewcomerTransport):
         register(epochs)

@@ -107,7 +107,7 @@ class Mates:
         self._training = threading.get_ident()
         name, what, self._votes = f"{self._kind}/{self._votes}", "a round", self._votes + 1
         own = target, nonfinite, 0 if epochs is None else -epochs.own.number
-        agreed = self._transport.agree(name, json.dumps(own), among=self.ranks)
+        agreed = self._transport.plane.agree(name, json.dumps(own), among=self.ranks)
         late = f"did not come to {what} of its replica: the workers of one replica make the same steps."
         texts = wait_for_all(self._transport, name, agreed, self._transport.timeout, what, late)
         if lost := [rank for rank in self.ranks if rank not in texts]:
@@ -204,8 +204,8 @@ class Mates:
         """Whether all of them are here. ``failed``: a collective has, so that those that have left are missed, too."""
         if self._monitor is None:
             return True
-        neighbours, own = self._monitor.neighbours, self._transport.rank
-        gone = {*neighbours.lost(), *neighbours.ended()}.difference([] if failed else neighbours.left())
+        seen, own = self._monitor.neighbours.look(), self._transport.rank
+        gone = seen.lost | seen.ended if failed else (seen.lost | seen.ended) - seen.left
         if lost := [rank for rank in self.ranks if rank in gone and rank != own]:
             self._lose(lost)
         return self.error is None

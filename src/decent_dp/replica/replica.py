@@ -247,7 +247,7 @@ class Calls:
     def stats(self) -> Stats:
         """Counters of this worker, cheap enough to read at every step."""
         replica, world = self.replica, self.replica.world
-        counts = {**vars(replica.engine.stats()), "one_sided": world.one_sided, "reconnects": world.reconnects}
+        counts = {**vars(replica.engine.stats()), **world.counts()}
         return Stats(updates=replica.steps, rounds=replica.engine.round, grad_norm=replica._grad_norm(), **counts)
 
 

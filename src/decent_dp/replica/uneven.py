@@ -47,7 +47,7 @@ class _LastRound:
             with self._lock:
                 self._vote = self._begun
             try:
-                self.votes = self._transport.agree(f"joined/{self._number}", str(self._vote))
+                self.votes = self._transport.plane.agree(f"joined/{self._number}", str(self._vote))
             except Exception as error:  # the transport was closed
                 self.votes.set_exception(error)
 
@@ -67,7 +67,7 @@ def finish_together(
         PeerTimeoutError: a worker has not come, and no round was made, within the timeout.
     """
     name, last = f"join/{number}", _LastRound(transport, engine, number)
-    here = transport.agree(name, "")
+    here = transport.plane.agree(name, "")
     here.add_done_callback(last.cast)
     deadline = time.monotonic() + transport.timeout
     while not last.votes.done():

@@ -12,15 +12,16 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from decent_dp.errors import OutOfStepError, PeerLostError, PeerTimeoutError
+from decent_dp.errors import OutOfStepError, PeerError, PeerLostError, PeerTimeoutError
 from decent_dp.transport.agreement import NO_ROUND, PeerView
 from decent_dp.transport.control_plane import ControlPlane
 from decent_dp.transport.messages import LARGEST_FRAME
+from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.tree import Tree
 
 __all__ = ["Collectives"]
@@ -71,14 +72,6 @@ class _Call:
     failing_since: float = math.inf
 
 
-class Waiting(Protocol):
-    """What collectives ask and tell the other workers while they wait (``Neighbours``)."""
-
-    def paused(self) -> contextlib.AbstractContextManager[None]: ...
-
-    def round_of(self, rank: int, /) -> int: ...
-
-
 class Collectives:
     """Collectives of all workers, called by all in the same order. They end with the same result on all living workers, also
     if some die inside; without ``faults=`` with an error.
@@ -116,9 +109,9 @@ class Collectives:
         kind: str = "call",
         channel: int = 0,
         among: tuple[int, ...] | None = None,
-        explain: Callable[[list[int], str], PeerLostError] | None = None,
+        explain: Callable[[list[int], str], PeerError] | None = None,
         leave: Callable[[], None] = lambda: None,
-        neighbours: Waiting | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self._plane, self._node_of, self._timeout = plane, node_of, timeout
         self._kind, self._among, self._explain, self._leave = kind, among, explain, leave
@@ -279,7 +272,7 @@ class Collectives:
             with contextlib.suppress(futures.TimeoutError):
                 return future.result(min(self._timeout / 10, _LOOK_AT_ROUNDS))
             missing, before, now = self._plane.missing(name), rounds, time.monotonic()
-            rounds = {} if self._neighbours is None else {rank: self._neighbours.round_of(rank) for rank in missing}
+            rounds = {} if self._neighbours is None else {rank: self._neighbours.table.round_of(rank) for rank in missing}
             # Of those that this worker has no connection to, others know whether they make rounds.
             moves = any(round_ < 0 or round_ > before.get(rank, round_) for rank, round_ in rounds.items())
             if moves and now - began <= _MOST_TIMEOUTS * self._timeout:

@@ -49,7 +49,17 @@ class ControlPlane:
     def agree(
         self, name: str, text: str, *, round_: int = NO_ROUND, among: Sequence[int] | None = None, asks: bool = False
     ) -> Future[Mapping[int, str]]:
-        """Contributes to an agreement of the living workers. The result is their texts, by rank (``Agreements.propose``)."""
+        """Contributes to an agreement: each worker contributes a text, and all get the same texts.
+
+        Args:
+            name: a kind, a slash, and a number that grows; the same on all workers.
+            asks: the others are to learn of it at once (``is_asked``).
+            round_: processes whose first round is not before this one take no part.
+            among: those that take part, this worker among them, with ``Transport.tolerate``; None: all.
+
+        Returns:
+            The texts by rank, in ascending order, of all that live; without this worker's if the others have taken it for gone.
+        """
         future: Future[Mapping[int, str]] = Future()
 
         def propose() -> None:
@@ -70,6 +80,10 @@ class ControlPlane:
     def missing(self, name: str) -> list[int]:
         """``Agreements.missing``."""
         return self.agreements.missing(name)
+
+    def is_asked(self, name: str) -> bool:
+        """Whether another worker wants all to contribute to an agreement at once."""
+        return self.agreements.is_asked(name)
 
     def connect(self, peer: int) -> None:
         """A connection is needed."""

@@ -36,6 +36,7 @@ class WireHandle(Handle):
     """
 
     def __init__(self, exchange_id: ExchangeId, others: list[int], policy: Policy, wire: Wire, explain: Explain) -> None:
+        super().__init__()
         self.exchange_id, self.others, self._explain = exchange_id, others, explain
         self._policy, self._wire = policy, wire
         self.pairs: list[PairExchange] = []
@@ -47,7 +48,6 @@ class WireHandle(Handle):
         self._error_peer = -1
         # Staged exchanges copy the received message to its device: from ``land``, in the transport's thread, until ``finish``.
         self.land: Callable[[], None] = lambda: None
-        self.finish: Callable[[], None] = lambda: None
 
     # -- in the transport's thread ------------------------------------------------------------------------------------
 
@@ -99,17 +99,16 @@ class WireHandle(Handle):
         self._wait_for(self._read)
 
     def wait(self) -> None:
-        finish = self.finish
         try:
             self._wait_for(self._done)
             self._raise()
             if self.verdict is Verdict.NEITHER:
                 self._policy.end_without(self._error_peer, self.exchange_id)
-                finish = lambda: None  # noqa: E731
+            else:
+                super().wait()
         finally:
             # Both calls refer to this handle, and to pinned memory. What comes later must not get into a later exchange.
             self.finish = self.land = lambda: None
-        finish()
 
     def last_progress(self) -> float:
         """When bytes last moved between this worker and one of the others: those are progress, however long a message is."""

@@ -16,14 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from decent_dp.errors import PeerLostError, PeerTimeoutError, WireError
+from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError, WireError
 from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
 from decent_dp.transport.agreement import PeerView
 from decent_dp.transport.collectives import Collectives
 from decent_dp.transport.control_plane import ControlPlane
-from decent_dp.transport.interface import DeferredHandle, ExchangeRequest, Handle, Neighbours, Transport
+from decent_dp.transport.interface import ExchangeRequest, Handle, Transport
 from decent_dp.transport.messages import Key
+from decent_dp.transport.neighbours import Neighbours, PeerTable, Seen
 from decent_dp.transport.votes import ExchangeId, Verdict
 
 __all__ = ["InProcessTransport", "LocalHub", "run_replicas"]
@@ -151,28 +152,21 @@ class InProcessTransport(Transport):
         run_id, store, planes = hub.begin_run(rank)
         super().__init__(rank, hub.world_size, run_id, hub.timeout, store)
         self._hub = hub
-        self._plane = planes[rank]
-        self._control = self._collectives("start", 0)
+        self.plane = planes[rank]
+        self.control = self._collectives("start", 0)
 
     def _collectives(self, kind: str, channel: int) -> Collectives:
         ranks, node_of = range(self.world_size), ["here"] * self.world_size
-        explain = self.explain_absent if self.neighbours is None else None
-        return Collectives(self._plane, ranks, node_of, self.timeout, kind=kind, channel=channel, explain=explain)
+        explain = partial(self.explain, None) if self.neighbours is None else None
+        return Collectives(self.plane, ranks, node_of, self.timeout, kind=kind, channel=channel, explain=explain)
 
-    def explain_absent(self, ranks: Sequence[int], what: str) -> PeerLostError:
+    def explain(self, error: Exception | None, ranks: Sequence[int], what: object) -> PeerError:
         return PeerLostError(f"worker {ranks[0]} is gone; it was needed for {what}.{self._hub.said(ranks)}")
 
-    @property
-    def control(self) -> Collectives:
-        return self._control
-
-    @property
-    def plane(self) -> ControlPlane:
-        return self._plane
-
     def tolerate(self, faults: Tolerate) -> Neighbours:
-        self.neighbours = self.table = _LocalNeighbours(self.rank, self._hub, self.run_id)
-        self._control = self._collectives("call", 1)
+        self.neighbours = _LocalNeighbours(self.rank, self._hub, self.run_id)
+        self.table = self.neighbours.table
+        self.control = self._collectives("call", 1)
         return self.neighbours
 
     def begin(self, bucket: int) -> None:
@@ -206,7 +200,7 @@ class InProcessTransport(Transport):
             except PeerLostError:
                 if self.neighbours is None:
                     raise
-                lost = DeferredHandle(lambda: None)
+                lost = Handle()
                 lost.verdict = Verdict.NEITHER
                 return lost
         for _ in request.encode(hints):
@@ -235,7 +229,7 @@ class InProcessTransport(Transport):
                     request.reduce(number, messages, [1] * len(ranks), mean, 0)
             _wait_until_written(request.received)  # the memory of the copies may be reused by another stream
 
-        handle = DeferredHandle(finish, sum(chunk.payload for chunk in request.compression.chunks) * (len(ranks) - 1))
+        handle = Handle(finish, sum(chunk.payload for chunk in request.compression.chunks) * (len(ranks) - 1))
         return handle
 
 
@@ -243,14 +237,15 @@ class _LocalNeighbours(Neighbours):
     """Threads end, and that is all that can happen to them."""
 
     def __init__(self, rank: int, hub: LocalHub, run_id: str) -> None:
-        self._rank, self._hub, self._run_id = rank, hub, run_id
-        self._last = math.inf
+        self.rank, self.hub, self.run_id = rank, hub, run_id
+        self.table = _LocalTable(self)
+        self.last = math.inf
         self._error: Exception | None = None
 
-    def usable(self, edge: Edge, exchange_id: ExchangeId) -> bool:
-        for kind in ("hint", "exchange") if exchange_id.round > self._last else ():  # the other one may mix until a later one
-            self._hub.put((kind, (self._run_id, tuple(sorted(edge.ranks)), exchange_id)), self._rank, None)
-        return exchange_id.round <= self._last and not set(edge.ranks) & set(self.lost())
+    def look(self) -> Seen:
+        others = frozenset(range(self.hub.world_size)) - {self.rank}
+        lost = others.intersection(self.hub.lost)
+        return Seen(living=others - lost, silent=lost, lost=lost, ended=lost, left=lost)
 
     def fail(self, error: Exception) -> None:
         self._error = self._error or error
@@ -259,21 +254,27 @@ class _LocalNeighbours(Neighbours):
         if self._error is not None:
             raise RuntimeError(f"this worker has failed: {type(self._error).__name__}: {self._error}") from self._error
 
-    def living(self) -> list[int]:
-        return sorted(set(range(self._hub.world_size)) - set(self.lost()) - {self._rank})
-
-    def lost(self) -> list[int]:
-        return [rank for rank in self._hub.lost if rank != self._rank]
-
-    silent = ended = left = lost
-
     def reserve_until(self, seconds: float, least: int) -> int:
-        last = self._hub.rounds.get((self._run_id, self._rank), -1) + least
-        self._last = min(self._last, last)
+        last = self.hub.rounds.get((self.run_id, self.rank), -1) + least
+        self.last = min(self.last, last)
         return last
 
     def stop_mixing_after(self, last: int | None) -> None:
-        self._last = math.inf if last is None else last
+        self.last = math.inf if last is None else last
+
+
+class _LocalTable(PeerTable):
+    def __init__(self, own: _LocalNeighbours) -> None:
+        self._own = own
+
+    def usable(self, edge: Edge, exchange_id: ExchangeId) -> bool:
+        own, where = self._own, (self._own.run_id, tuple(sorted(edge.ranks)), exchange_id)
+        for kind in ("hint", "exchange") if exchange_id.round > own.last else ():  # the other one may mix until a later one
+            own.hub.put((kind, where), own.rank, None)
+        return exchange_id.round <= own.last and not own.look().lost.intersection(edge.ranks)
+
+    def living(self) -> list[int]:
+        return sorted(self._own.look().living)
 
 
 class _LocalPlane(ControlPlane):

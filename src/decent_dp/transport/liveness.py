@@ -8,13 +8,13 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 
 from decent_dp.topo import Edge
 from decent_dp.transport.handles import Policy, WireHandle
-from decent_dp.transport.interface import Neighbours
+from decent_dp.transport.neighbours import Neighbours, PeerTable, Seen
 from decent_dp.transport.peer_link import LinkState, PeerLink
 from decent_dp.transport.sockets import SILENT
 from decent_dp.transport.transfers import PairExchange
@@ -44,43 +44,18 @@ class WireNeighbours(Neighbours):
     Attributes:
         dead_after: as of ``Tolerate``.
         step: the median of the seconds that the last rounds have taken.
+        last: the last round in which exchanges are started. It must not change between a round and its exchanges.
     """
 
     def __init__(self, wire: Wire, rank: int, dead_after: float) -> None:
-        self._wire, self._links, self._rank = wire, wire.links, rank
+        self._wire, self._links = wire, wire.links
         self.dead_after = dead_after
+        self.table = _WireTable(wire, rank, self)
         # When this worker entered its round, and the seconds of its last rounds.
         self._announced = self.step = 0.0
         self._steps: deque[float] = deque(maxlen=_STEPS)
-        # The last round in which exchanges are started. It must not change between a round and its exchanges.
-        self._last = math.inf
+        self.last = math.inf
         self._lock = threading.Lock()
-
-    def usable(self, edge: Edge, exchange_id: ExchangeId) -> bool:
-        round_, bucket = exchange_id.round, exchange_id.bucket
-        if round_ > self._last:
-            return False
-        return not any(
-            round_ < link.start
-            or link.state not in (LinkState.NEW, LinkState.OPEN)  # a new connection is made with the exchange
-            or link.votes.has_dropped(round_, bucket)
-            or link.lateness.on_break(round_)
-            for link in map(self._links.known, self._others(edge))
-        )
-
-    def has_dropped(self, others: Sequence[int], exchange_id: ExchangeId) -> bool:
-        found = map(self._links.known, others)
-        return any(link.votes.has_dropped(exchange_id.round, exchange_id.bucket) for link in found)
-
-    def skip(self, edge: Edge, exchange_id: ExchangeId) -> None:
-        for peer in self._others(edge):
-            self._wire.call(partial(self._wire.settlement.skip, peer, exchange_id.round, exchange_id.bucket))
-
-    def fail(self, error: Exception) -> None:
-        self._wire.commands.fail(error)
-
-    def refuse_failed(self) -> None:
-        self._wire.commands.refuse_failed()
 
     def announce(self, round_: int) -> None:
         """This worker is in a round; heartbeats say it."""
@@ -93,34 +68,28 @@ class WireNeighbours(Neighbours):
             with self._lock:
                 self._announced, self._links.round = now, round_
 
-    def round_of(self, rank: int) -> int:
-        link = self._links.known(rank)
-        # The rounds of a process that has joined begin later: it is not ahead of this worker.
-        return -1 if self._links.round < link.start else link.round
+    def look(self) -> Seen:
+        links, now, dead_after = list(self._links.by_rank.values()), self._wire.now(), self.dead_after
+        living = [link for link in links if link.state is LinkState.OPEN]
+        return Seen(
+            living=_ranks(living),
+            silent=_ranks(x for x in links if x.state is not LinkState.NEW and self._wire.patience(x.peer, 0.0) <= 0),
+            lost=_ranks(link for link in links if link.silence(now) >= dead_after),
+            ended=_ranks(link for link in links if link.state is LinkState.GONE),
+            left=_ranks(link for link in links if link.left),
+            epoch=max((link.epoch for link in living), default=0),
+            is_awake=self._is_awake(links, living),
+            is_replaced=self._wire.connections.replaced,
+        )
 
-    def living(self) -> list[int]:
-        return self._peers(lambda link: link.state is LinkState.OPEN)
-
-    @property
-    def is_awake(self) -> bool:
+    def _is_awake(self, links: list[PeerLink], living: list[PeerLink]) -> bool:
         since = time.monotonic() - self._wire.woke()
         if since > self.dead_after:
             return True
-        known = [c for c in list(self._links.by_rank.values()) if c.state in (LinkState.OPEN, LinkState.BROKEN)]
-        heard = [c for c in known if c.state is LinkState.OPEN and c.heard > self._wire.woke() + _OLD]
-        return heard == known if since < _BEATS * self._wire.interval else bool(heard)
-
-    def silent(self) -> list[int]:
-        return self._peers(lambda c: c.state is not LinkState.NEW and self._wire.patience(c.peer, 0.0) <= 0)
-
-    def lost(self) -> list[int]:
-        return self._peers(lambda link: link.silence(self._wire.now()) >= self.dead_after)
-
-    def ended(self) -> list[int]:
-        return self._peers(lambda link: link.state is LinkState.GONE)
-
-    def left(self) -> list[int]:
-        return self._peers(lambda link: link.left)
+        heard = [link for link in living if link.heard > self._wire.woke() + _OLD]
+        if since >= _BEATS * self._wire.interval:
+            return bool(heard)
+        return len(heard) == len(living) and not any(link.state is LinkState.BROKEN for link in links)
 
     @property
     def is_paused(self) -> bool:
@@ -141,27 +110,26 @@ class WireNeighbours(Neighbours):
         with self._lock:
             ahead = max(least, math.ceil(seconds / self.step) if self.step else 0)
             last = max(self._links.round, 0) + ahead
-            self._last = min(self._last, last)
+            self.last = min(self.last, last)
         return last
 
     def stop_mixing_after(self, last: int | None) -> None:
         with self._lock:
-            self._last = math.inf if last is None else last
+            self.last = math.inf if last is None else last
 
     def enter_epoch(self, number: int) -> None:
         with self._lock:  # two threads come to epochs
             self._links.epoch = max(self._links.epoch, number)
         self._wire.call(self._links.beat_all)
 
-    def newest_epoch(self) -> int:
-        return max((link.epoch for link in list(self._links.by_rank.values()) if link.state is LinkState.OPEN), default=0)
-
     def renew(self, rank: int, incarnation: int, start: int) -> None:
         self._wire.renew(rank, incarnation, start)
 
-    @property
-    def replaced(self) -> bool:
-        return self._wire.connections.replaced
+    def fail(self, error: Exception) -> None:
+        self._wire.commands.fail(error)
+
+    def refuse_failed(self) -> None:
+        self._wire.commands.refuse_failed()
 
     def serve(self, answer: Callable[[int, int, bytes], bytes]) -> None:
         self._wire.requests.serve(answer)
@@ -169,11 +137,45 @@ class WireNeighbours(Neighbours):
     def ask(self, rank: int, incarnation: int, request: bytes) -> Future[bytes]:
         return self._wire.requests.ask(rank, incarnation, request)
 
+
+def _ranks(links: Iterable[PeerLink]) -> frozenset[int]:
+    return frozenset(link.peer for link in links)
+
+
+class _WireTable(PeerTable):
+    def __init__(self, wire: Wire, rank: int, neighbours: WireNeighbours) -> None:
+        self._wire, self._links, self._rank, self._neighbours = wire, wire.links, rank, neighbours
+
+    def usable(self, edge: Edge, exchange_id: ExchangeId) -> bool:
+        round_, bucket = exchange_id.round, exchange_id.bucket
+        if round_ > self._neighbours.last:
+            return False
+        return not any(
+            round_ < link.start
+            or link.state not in (LinkState.NEW, LinkState.OPEN)  # a new connection is made with the exchange
+            or link.votes.has_dropped(round_, bucket)
+            or link.lateness.on_break(round_)
+            for link in map(self._links.known, self._others(edge))
+        )
+
+    def has_dropped(self, others: Sequence[int], exchange_id: ExchangeId) -> bool:
+        found = map(self._links.known, others)
+        return any(link.votes.has_dropped(exchange_id.round, exchange_id.bucket) for link in found)
+
+    def skip(self, edge: Edge, exchange_id: ExchangeId) -> None:
+        for peer in self._others(edge):
+            self._wire.call(partial(self._wire.settlement.skip, peer, exchange_id.round, exchange_id.bucket))
+
+    def round_of(self, rank: int) -> int:
+        link = self._links.known(rank)
+        # The rounds of a process that has joined begin later: it is not ahead of this worker.
+        return -1 if self._links.round < link.start else link.round
+
+    def living(self) -> list[int]:
+        return sorted(link.peer for link in list(self._links.by_rank.values()) if link.state is LinkState.OPEN)
+
     def _others(self, edge: Edge) -> list[int]:
         return [rank for rank in edge.ranks if rank != self._rank]
-
-    def _peers(self, chosen: Callable[[PeerLink], bool]) -> list[int]:
-        return sorted(link.peer for link in list(self._links.by_rank.values()) if chosen(link))
 
 
 class HolesAllowed(Policy):

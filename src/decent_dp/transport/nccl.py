@@ -6,102 +6,125 @@ exchange id. Only compressions without hints are exchanged here, and no fault is
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.profiler import record_function
 
-from decent_dp.compression import flag_of, flag_view
+from decent_dp.compression import Compression, Lossless, flag_of, flag_view
 from decent_dp.topo import Edge
-from decent_dp.transport.interface import DeferredHandle, ExchangeRequest, Explain, Handle
-from decent_dp.transport.rendezvous import Communicator
+from decent_dp.transport.interface import ExchangeRequest, Explain, Handle
 from decent_dp.transport.streams import beside
-from decent_dp.transport.votes import ExchangeId
 
-__all__ = ["AllReduceGroups", "NcclPairs"]
+__all__ = ["NcclExchanges", "takes"]
+
+# torch's stubs leave out what its communicators can do (send, recv, allreduce, … on lists of tensors).
+Communicator: TypeAlias = Any
 
 
-class NcclPairs:
-    """Pairs of workers with a GPU each: both directions as one grouped call, launched from the training thread.
+def takes(compression: type[Compression], members: int) -> bool:
+    """Whether an exchange of so many workers can be made here: its messages need no hints, and a group's are summed as they
+    are."""
+    return compression is Lossless if members > 2 else issubclass(compression, Lossless)
 
-    Only the flags of a message are read on the CPU.
+
+class NcclExchanges:
+    """Pairs swap their messages in one grouped call, launched from the training thread. A group makes an all-reduce in float32
+    at least, and one of the flags. Only the flags of a message are read on the CPU.
+
+    Args:
+        store: for the communicators: one of all workers, for pairs, and one of each group.
+        timeout: seconds, of the communicators.
     """
 
-    def __init__(self, communicator: Communicator, rank: int, explain: Explain) -> None:
-        self._communicator, self._rank, self._explain = communicator, rank, explain
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: float, explain: Explain) -> None:
+        self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
+        self._explain = explain
+        self._communicators: dict[str, Communicator] = {}
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
-        peer = next(rank for rank in edge.ranks if rank != self._rank)
-        _encode(request)
+        members = sorted(edge.ranks)
+        others = [rank for rank in members if rank != self._rank]
+        is_pair = len(others) == 1
+        communicator = self._communicator("nccl", range(self._world_size)) if is_pair else self._communicator("", members)
+        with record_function("decent_dp.encode"):
+            for _ in request.encode([]):
+                pass
         try:
-            self._communicator._start_coalescing()
-            self._communicator.send([request.sent], peer, 0)
-            self._communicator.recv([request.received], peer, 0)
-            work = self._communicator._end_coalescing()
+            works, finish = (_start_pair if is_pair else _start_group)(communicator, others, request)
         except RuntimeError as error:
-            raise self._explain(error, [peer], request.exchange_id) from error
+            raise self._explain(error, others, request.exchange_id) from error
 
-        def finish() -> tuple[int, int] | None:
-            _wait(work, self._explain, [peer], request.exchange_id)
-            return _flags(work, request, lambda: (flag_of(request.sent), flag_of(request.received)))
+        def wait() -> tuple[int, int] | None:
+            for work in works:
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise self._explain(error, others, request.exchange_id) from error
+            read = finish()
+            if not request.sent.is_cuda:  # where reading the messages costs nothing
+                return None
+            # The training thread waits for the exchange, and not for the backward that is queued.
+            with beside(request.sent.device, "flags"):
+                works[-1].wait()
+                return read()
 
-        return DeferredHandle(finish, sum(chunk.payload for chunk in request.compression.chunks))
+        return Handle(wait, _bytes_sent(request, len(members)))
 
+    def _communicator(self, name: str, ranks: Sequence[int]) -> Communicator:
+        name = name or f"nccl/{tuple(ranks)}"
+        if name not in self._communicators:
+            options: Any = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=self._timeout)
+            store, position = PrefixStore(name, self._store), list(ranks).index(self._rank)
+            try:
+                self._communicators[name] = dist.ProcessGroupNCCL(store, position, len(ranks), options)
+            except RuntimeError as error:
+                raise self._explain(error, [rank for rank in ranks if rank != self._rank], "a communicator") from error
+        return self._communicators[name]
 
-class AllReduceGroups:
-    """Groups, without compression: an all-reduce in float32 at least, and one of the flags."""
-
-    def __init__(self, communicator: Communicator, rank: int, explain: Explain) -> None:
-        self._communicator, self._rank, self._explain = communicator, rank, explain
-
-    def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
-        others, explain = sorted(set(edge.ranks) - {self._rank}), self._explain
-        _encode(request)
-        dtype, compute = request.compression.dtype, request.compression.compute
-        received = request.received.view(dtype)
-        total = received.copy_(request.sent.view(dtype)) if dtype == compute else request.sent.view(dtype).to(compute)
-        largest: Any = dist.AllreduceOptions()
-        largest.reduceOp = dist.ReduceOp.MAX
-        flag = flag_view(request.sent).clone()
-        try:
-            work = self._communicator.allreduce([total])
-            of_flag = self._communicator.allreduce([flag], largest)
-        except RuntimeError as error:
-            raise explain(error, others, request.exchange_id) from error
-
-        def finish() -> tuple[int, int] | None:
-            _wait(work, explain, others, request.exchange_id)
-            _wait(of_flag, explain, others, request.exchange_id)
-            total.div_(len(edge.ranks))
-            if total is not received:
-                received.copy_(total)
-            flag_view(request.received).copy_(flag)
-            return _flags(of_flag, request, lambda: (flag_of(request.sent), int(flag.sum())))
-
-        # In a ring every worker sends 2 (m - 1)/m of the message, in the dtype of the sum.
-        numel, m = request.compression.nbytes // dtype.itemsize, len(edge.ranks)
-        return DeferredHandle(finish, 2 * (m - 1) * numel * compute.itemsize // m)
+    def close(self) -> None:
+        self._communicators.clear()
 
 
-def _encode(request: ExchangeRequest) -> None:
-    with record_function("decent_dp.encode"):
-        for _ in request.encode([]):
-            pass
+# What is to be waited for, the flags last; and a call that completes the exchange then, and returns how the flags are read.
+_Started: TypeAlias = tuple[list[Any], Callable[[], Callable[[], tuple[int, int]]]]
 
 
-def _flags(work: Any, request: ExchangeRequest, read: Callable[[], tuple[int, int]]) -> tuple[int, int] | None:
-    """Returns the result of ``read`` when ``work`` is done; None on a CPU, where reading the messages costs nothing."""
-    if not request.sent.is_cuda:
-        return None
-    # The training thread waits for the exchange, and not for the backward that is queued.
-    with beside(request.sent.device, "flags"):
-        work.wait()
-        return read()
+def _start_pair(communicator: Communicator, others: list[int], request: ExchangeRequest) -> _Started:
+    communicator._start_coalescing()
+    communicator.send([request.sent], others[0], 0)
+    communicator.recv([request.received], others[0], 0)
+    work = communicator._end_coalescing()
+    return [work], lambda: lambda: (flag_of(request.sent), flag_of(request.received))
 
 
-def _wait(work: Any, explain: Explain, ranks: list[int], exchange_id: ExchangeId) -> None:
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise explain(error, ranks, exchange_id) from error
+def _start_group(communicator: Communicator, others: list[int], request: ExchangeRequest) -> _Started:
+    dtype, compute = request.compression.dtype, request.compression.compute
+    received = request.received.view(dtype)
+    total = received.copy_(request.sent.view(dtype)) if dtype == compute else request.sent.view(dtype).to(compute)
+    largest: Any = dist.AllreduceOptions()
+    largest.reduceOp = dist.ReduceOp.MAX
+    flag = flag_view(request.sent).clone()
+    works = [communicator.allreduce([total]), communicator.allreduce([flag], largest)]
+
+    def finish() -> Callable[[], tuple[int, int]]:
+        total.div_(len(others) + 1)
+        if total is not received:
+            received.copy_(total)
+        flag_view(request.received).copy_(flag)
+        return lambda: (flag_of(request.sent), int(flag.sum()))
+
+    return works, finish
+
+
+def _bytes_sent(request: ExchangeRequest, members: int) -> int:
+    compression = request.compression
+    if members == 2:
+        return sum(chunk.payload for chunk in compression.chunks)
+    # In a ring every worker sends 2 (m - 1)/m of the message, in the dtype of the sum.
+    numel = compression.nbytes // compression.dtype.itemsize
+    return 2 * (members - 1) * numel * compression.compute.itemsize // members

@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from decent_dp.topo import Edge
-from decent_dp.transport.interface import ExchangeRequest, Handle, PeerTable, Transport
+from decent_dp.transport.interface import ExchangeRequest, Handle, Transport
+from decent_dp.transport.neighbours import PeerTable
 from decent_dp.transport.votes import ExchangeId
 
 __all__ = ["Peers", "Replicas"]

@@ -6,7 +6,6 @@ of the store whose name rank 0 draws and shares over the process group, and a co
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hmac
 import ipaddress
@@ -19,11 +18,10 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, default_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from decent_dp.errors import DisagreementError
 from decent_dp.faults import Tolerate, most_workers
@@ -31,9 +29,7 @@ from decent_dp.transport.messages import VERSION
 from decent_dp.transport.peer_errors import ONE_GPU, SHARED_GPU
 from decent_dp.transport.sockets import Curve
 from decent_dp.transport.store import ROOT, UNREADABLE, StoreClient, read_bytes, read_text, warn_of_unreadable, whole_store
-
-# torch's stubs leave out what its communicators can do (send, recv, allreduce, … on lists of tensors).
-Communicator: TypeAlias = Any
+from decent_dp.transport.torch_groups import timeout_of
 
 # Environment variables, the first that is set counts.
 _INTERFACES = ("DECENT_DP_INTERFACE", "GLOO_SOCKET_IFNAME")
@@ -43,14 +39,12 @@ RUNS = "runs"
 __all__ = [
     "ROOT",
     "RUNS",
-    "Communicator",
     "Rendezvous",
     "RunRecord",
     "address_key",
     "named_interface",
     "network_stack",
     "read_address",
-    "timeout_of",
 ]
 
 
@@ -368,12 +362,3 @@ def network_stack() -> str | None:
             return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:  # a Mac has one
         return f"{uuid.getnode():012x}" if sys.platform == "darwin" else None
-
-
-def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
-    """The timeout of a process group's collectives."""
-    for device in ("cpu", "cuda"):
-        with contextlib.suppress(RuntimeError, AttributeError):
-            backend: Any = group._get_backend(torch.device(device))  # type: ignore[union-attr]
-            return timedelta(seconds=backend.options._timeout.total_seconds())
-    return default_pg_timeout

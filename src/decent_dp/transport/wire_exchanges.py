@@ -153,9 +153,9 @@ class WireExchanges:
     def _stage(self, request: ExchangeRequest, handle: WireHandle) -> HostMessages:
         staging = HostMessages(request, self._copied.get(request.exchange_id.bucket))
 
-        def finish() -> None:
-            handle.flags = staging.flags
+        def finish() -> tuple[int, int] | None:
             staging.finish()
+            return staging.flags
 
         handle.land, handle.finish = staging.land, finish
         return staging

@@ -24,7 +24,7 @@ _WARMUP, _MEASURED = 8, 12
 _JITTER, _MEASURED_JITTER = 0.02, 60
 # Bytes per second between an accelerator and the CPU, each way: PCIe 3.0 x16 promises 15.75e9.
 _HOST_BYTES_PER_S = 10e9
-# The all-gather after a mix inside a node: bytes at a time (transport/node_group.py).
+# The all-gather after a mix inside a node: bytes at a time (transport/torch_groups.py).
 _CHUNK = 32 * 2**20
 # A longer step (30 years) is a typing error.
 _LONGEST_S = 1e9

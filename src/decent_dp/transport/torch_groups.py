@@ -1,19 +1,23 @@
-"""The collectives of the workers of one node, which are one replica."""
+"""Process groups of torch: of the workers of a node, of an edge, and of a mesh."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from decent_dp._sizes import MIB
-from decent_dp.transport.rendezvous import timeout_of
+from decent_dp.topo import Edge
 
-__all__ = ["NodeGroup", "inside_ddp", "ranks_in"]
+__all__ = ["EdgeGroups", "NodeGroup", "gather_in_mesh", "group_of_replicas", "inside_ddp", "ranks_in", "timeout_of"]
 
 # Bytes that are gathered together; they bound the extra memory.
 _CHUNK = 32 * MIB
@@ -56,6 +60,77 @@ def _group_of(ranks: Sequence[int], of_all: Any) -> Any:
         group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
         _made[tuple(ranks)] = of_all, group
     return group
+
+
+class EdgeGroups:
+    """Process groups for the hooks of the user's that a mix calls.
+
+    Args:
+        of_all: the process group of all workers; None: there are none.
+    """
+
+    def __init__(self, of_all: Any = None) -> None:
+        self._of_all = of_all
+        self._made: dict[tuple[int, ...], Any] = {}
+
+    def make(self, edges: Iterable[Edge]) -> None:
+        """Makes one for each of these edges. Called by all workers together."""
+        # All processes of the default group have to call new_group. With use_local_synchronization=True its members alone do,
+        # but its name depends on how many groups each of them is in: if they differ, it waits for ever (torch 2.13).
+        if self._of_all is not None and self._of_all is dist.group.WORLD:
+            for ranks in sorted({tuple(sorted(edge.ranks)) for edge in edges if edge.group is None} - self._made.keys()):
+                if 1 < len(ranks) < dist.get_world_size():
+                    self._made[ranks] = dist.new_group(list(ranks), timeout_of(self._of_all))
+
+    def of(self, ranks: Sequence[int]) -> Any:
+        """The process group of all workers, or one of ``make``; None if there is none."""
+        if self._of_all is None or len(ranks) == dist.get_world_size(self._of_all):
+            return self._of_all
+        return self._made.get(tuple(sorted(ranks)))
+
+
+def group_of_replicas(process_group: Any, own_ranks: Sequence[int]) -> Any:
+    """The process group of all workers of all replicas, for the argument ``process_group`` of ``gossip()``.
+
+    With replicas of several workers that may be the group of the workers at one position of all, as a mesh gives it.
+
+    Args:
+        own_ranks: of the workers of this one's replica, in the default group; none if it has a whole one.
+    """
+    if process_group is None or not own_ranks or dist.get_rank(process_group) < 0:
+        return process_group
+    given = dist.get_process_group_ranks(process_group)
+    replicas: list[list[int]] = [[]] * len(given)
+    dist.all_gather_object(replicas, list(own_ranks), group=process_group)
+    ranks = sorted(itertools.chain(*replicas))
+    one_of_each = all(set(given) & set(own) == {rank} for rank, own in zip(given, replicas, strict=True))
+    if not one_of_each or len(set(ranks)) < len(ranks) or len(ranks) == len(given):
+        return process_group
+    if len(ranks) == dist.get_world_size():
+        return None
+    made: Any = dist.new_group(
+        ranks, timeout_of(process_group), dist.get_backend(process_group), use_local_synchronization=True
+    )
+    return made
+
+
+def gather_in_mesh(mesh: Any, value: Any) -> list[Any]:
+    """The values of the workers of a device mesh, in no particular order, over its process groups. All of them call it."""
+    found = [value]
+    for group in mesh.get_all_groups():
+        parts: list[list[Any]] = [[]] * dist.get_world_size(group)
+        dist.all_gather_object(parts, found, group=group)
+        found = list(itertools.chain(*parts))
+    return found
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
+    """The timeout of a process group's collectives."""
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            backend: Any = group._get_backend(torch.device(device))  # type: ignore[union-attr]
+            return timedelta(seconds=backend.options._timeout.total_seconds())
+    return default_pg_timeout
 
 
 class NodeGroup:
