@@ -12,16 +12,16 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint, Timer
-from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint, Timer  # noqa: F401
+from lightning.pytorch.plugins import MixedPrecision  # noqa: F401
+from lightning.pytorch.plugins.environments import SLURMEnvironment  # noqa: F401
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO  # noqa: F401
+from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: F401
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric
 
-from decent_dp.integrations.lightning import GossipFabricStrategy, GossipStrategy
+from decent_dp.integrations.lightning import GossipFabricStrategy, GossipStrategy  # noqa: F401
 from decent_dp.replica.snapshot import settle
 from tests.framework_cases import Model, Points, Run, copies
 
@@ -297,10 +297,6 @@ def fitted(rank: int, n: int, module: Module, *loaders: Any, ckpt_path: str | No
     return module.run
 
 
-def trainer_of(module: Module) -> pl.Trainer:
-    return module.trainer
-
-
 def fabric_of(rank: int, n: int, plugins: Any = (), strategy: Any = "gossip") -> Fabric:
     os.environ["LOCAL_RANK"] = str(rank)
     fabric = Fabric(accelerator="cpu", devices=n, strategy=strategy, plugins=list(plugins))
@@ -315,37 +311,3 @@ def fabric_parts(rank: int, n: int, *, scaler: bool = False, strategy: Any = "go
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
     return (fabric, *fabric.setup(model, optimizer))
-
-
-__all__ = [
-    "BATCH",
-    "Adversarial",
-    "Ahead",
-    "AsyncCheckpointIO",
-    "EarlyStopping",
-    "Full",
-    "GossipFabricStrategy",
-    "GossipStrategy",
-    "Hasty",
-    "Idle",
-    "Interrupt",
-    "Kept",
-    "Metered",
-    "MixedPrecision",
-    "Model",
-    "ModelCheckpoint",
-    "Module",
-    "Noisy",
-    "OnExceptionCheckpoint",
-    "Resumable",
-    "SIGTERMException",
-    "SLURMEnvironment",
-    "Watch",
-    "fabric_of",
-    "fabric_parts",
-    "fitted",
-    "loader",
-    "shares",
-    "trainer",
-    "trainer_of",
-]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -59,27 +57,6 @@ def test_tokens_are_the_text() -> None:
     for other in ("größer, 'aaaa', \n\n\n\t\0".encode(), bytes(range(256)), b"a"):
         assert decoded(pretrain_gpt.encode(other, pairs, 300), pairs) == other
     assert pairs == known
-
-
-def test_the_most_frequent_pair_becomes_a_token() -> None:
-    """Compared with counting in Python; the text has runs of equal tokens, whose pairs would overlap."""
-    generator = np.random.default_rng(0)
-    text = bytes(generator.choice(list(b"aab"), 2000).tolist())
-    pairs: list[tuple[int, int]] = []
-    found = pretrain_gpt.encode(text, pairs, 262)
-    tokens, expected = list(text), []
-    for new in range(256, 262):
-        counts = Counter(pair for pair in itertools.pairwise(tokens) if pair[0] != pair[1])
-        best = min(counts, key=lambda pair: (-counts[pair], pair))
-        expected.append(best)
-        merged, i = [], 0
-        while i < len(tokens):
-            is_pair = tuple(tokens[i : i + 2]) == best
-            merged.append(new if is_pair else tokens[i])
-            i += 2 if is_pair else 1
-        tokens = merged
-    assert pairs == expected
-    assert found.tolist() == tokens
 
 
 def test_the_language_model_sees_only_earlier_tokens() -> None:

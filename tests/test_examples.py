@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -11,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,24 +111,6 @@ def test_a_script_without_its_extra_says_what_to_install(script: str, missing: s
         runpy.run_path(str(ROOT / script))
 
 
-def test_failed_workers_are_reported() -> None:
-    code = "print('{\"event\": \"plan\"}', flush=True); import sys; sys.exit('the reason')"
-    seen = []
-    with pytest.raises(SystemExit, match="exit code 1"), compare.workers([sys.executable, "-c", code]) as process:
-        seen += compare.read_events(process)
-    assert process.poll() is not None
-
-
-@pytest.mark.slow
-def test_workers_end_when_the_demo_is_stopped() -> None:
-    with (
-        pytest.raises(KeyboardInterrupt),
-        compare.workers([sys.executable, "-c", "import time; time.sleep(50)"]) as process,
-    ):
-        raise KeyboardInterrupt
-    assert process.poll() is not None
-
-
 def event(name: str, optimizer: str, seed: int, accuracy: float, distance: float = 0.01) -> dict[str, Any]:
     history = [{"step": 1, "loss": 2.0, "consensus_distance": None}, {"step": 2, "loss": 1.0, "consensus_distance": distance}]
     result = {
@@ -189,100 +169,7 @@ def test_the_verdict_says_whether_the_promises_are_kept() -> None:
     assert accuracy.endswith("Kept.")
 
 
-@pytest.mark.parametrize("ms", [(1.0, 2.0, 4.5), (4.0, 8.0, 18.0)])
-def test_times_are_not_judged_on_a_busy_machine(ms: tuple[float, ...]) -> None:
-    """Neither kept nor broken, and accuracy is judged all the same."""
-    events = [*EVENTS[:5], *timed("PyTorch DDP", "AdamW", 2.0, 4.0, 9.0), *timed("ring", "AdamW", *ms)]
-    lines = compare.make_lines(events)
-    accuracy, time = compare.verdict(lines, others=0.34)
-    assert accuracy.endswith("NOT KEPT.")
-    assert time.endswith("Not judged: other programs took 34% of this machine's CPU time during the run.")
-    _, time = compare.verdict(lines, others=None)  # a system that does not say
-    assert time.endswith("Kept." if ms[0] == 1.0 else "NOT KEPT: is the machine busy with something else?")
-
-
-def test_the_share_of_other_programs(tmp_path: Path) -> None:
-    before = compare.CpuTime(whole=1000.0, used=400.0, own=5.0)
-    assert compare.share_of_others(before, compare.CpuTime(whole=1200.0, used=560.0, own=105.0)) == pytest.approx(0.3)
-    assert compare.share_of_others(before, compare.CpuTime(whole=1200.0, used=500.0, own=110.0)) == 0.0
-    assert compare.share_of_others(before, before) is None
-    assert compare.share_of_others(None, before) is None
-    stat = tmp_path / "stat"
-    assert compare.cpu_time(stat) is None
-    stat.write_text("cpu  100 10 20 1000 50 1 2 7 3 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n")
-    read, tick = compare.cpu_time(stat), os.sysconf("SC_CLK_TCK")
-    assert read is not None
-    assert (read.whole * tick, read.used * tick) == pytest.approx((1190, 140))
-
-
-@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="this system does not say how busy it is")
-def test_the_time_of_workers_is_own_time() -> None:
-    """Also that of grandchildren, as torchrun's workers are."""
-    spin = "import time; t = time.process_time()\nwhile time.process_time() < t + 0.5: pass"
-    before = compare.cpu_time()
-    start("-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {spin!r}])")
-    after = compare.cpu_time()
-    assert before is not None
-    assert after is not None
-    assert after.own - before.own > 0.5
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_progress_bar_on_a_terminal_and_lines_elsewhere(terminal: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    events = [{"event": "plan", "runs": 2, "workers": 4}, event("ring", "AdamW", 0, 0.94), *timed("ring", "AdamW", 2.0)]
-    process: Any = SimpleNamespace(stdout=[json.dumps(e) + "\n" for e in events], wait=lambda: 0)
-    written = io.StringIO()
-    assert compare.follow(process, Console(file=written, force_terminal=terminal, width=100)) == events
-    printed = capsys.readouterr().out
-    if terminal:
-        assert "2/2" in written.getvalue()
-        assert "timed ring, AdamW, round 1: 2.00 ms per step" in written.getvalue()
-        assert printed == ""
-    else:
-        assert written.getvalue().strip() == ""  # rich 13 ends even nothing with a line break
-        assert printed.splitlines() == [compare.describe(e) for e in events[1:]]
-
-
 # -- wires ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_text_is_there_and_split_without_overlap() -> None:
-    train, validation = characters.load_text()
-    assert len(train) > 300_000
-    assert len(validation) > 30_000
-    assert 'The "if" statement' in train  # it is the help on the language
-    x, x_val, count = characters.load_data()
-    assert (len(x), len(x_val)) == (len(train), len(validation))
-    assert int(max(x.max(), x_val.max())) == count - 1
-    # The whole is one after the other, so no place of the text is in both; and training reads of its own part only.
-    text = "\n".join(text for _, text in sorted(characters.topics.items()))
-    assert train + validation == text
-    config = characters.Config(steps=3, batch_size=4)
-    places = torch.arange(100)
-    for seen, following in characters.batches(places, config, rank=1):
-        assert seen.shape == (4, characters.CONTEXT)
-        assert torch.equal(seen + 1, following)
-        assert int(following.max()) < 100
-
-
-def test_workers_and_seeds_read_different_places() -> None:
-    x = characters.load_data()[0]
-    first = {
-        tuple(next(characters.batches(x, characters.Config(seed=seed), rank))[0].flatten().tolist())
-        for seed in (0, 1)
-        for rank in (0, 1, 2, 3)
-    }
-    assert len(first) == 8
-
-
-def test_the_model_sees_only_earlier_characters() -> None:
-    model = characters.make_model(seed=0)
-    x = torch.zeros(1, characters.CONTEXT, dtype=torch.long)
-    changed = x.clone()
-    changed[0, 40] = 7
-    same = (model(x) == model(changed)).all(dim=2)[0]
-    assert same[:40].all()
-    assert not same[40]
 
 
 @pytest.mark.slow
@@ -360,31 +247,6 @@ def test_the_report_of_compressions() -> None:
     assert markdown[0] == "| job | measure | float32 | int8 | int8 - float32 |"
     assert markdown[3] == ("| digits, alternating-exp-ring | validation loss | 1.1000 ± 0.1000 | 1.1400 ± 0.1000 | +0.0400 |")
     assert markdown[5] == "| digits, alternating-exp-ring | bytes per step | 400000 | 100000 | × 0.25 |"
-
-
-def test_the_verdict_counts_differences_within_noise() -> None:
-    (said,) = wires.verdict(wires.make_lines(WIRED))
-    assert said.startswith("int8: 3 of 5 means are within a standard deviation of float32's seeds. Not characters,")
-    assert said.count("0.2500 worse, beside a deviation of 0.1000") == 2
-    assert "One seed" in wires.verdict(wires.make_lines(WIRED[:5]))[0]
-
-
-def test_the_table_of_compressions_fits_a_terminal() -> None:
-    three = [{**event, "wire": "bfloat16"} for event in WIRED[1:] if event["wire"] == "int8"]
-    assert Console(width=200).measure(wires.make_table(wires.make_lines([*WIRED, *three]))).maximum <= 80
-
-
-def test_the_results_of_compressions_are_written(tmp_path: Path) -> None:
-    wires.write_results(WIRED, tmp_path / "new")
-    results = json.loads((tmp_path / "new" / "wires.json").read_text())
-    assert sorted(results) == ["machine", "table", "verdict", "workers"]
-    assert (tmp_path / "new" / "wires.png").stat().st_size > 10_000
-
-
-def test_the_final_loss_is_of_the_last_tenth() -> None:
-    history = [{"step": i, "loss": float(i)} for i in range(1, 31)]
-    assert wire_runs.final_loss(history) == 29
-    assert wire_runs.final_loss(history[:3]) == 3
 
 
 @pytest.mark.slow

@@ -97,7 +97,6 @@ ONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT"
             Launch("slurm", 5, 8, 1, 4, "job1", PORT),
         ),
         (SLURM, NODE, Launch("slurm", 5, 8, 1, 8, "127.0.0.1", PORT)),
-        (SLURM, {**NODE, "MASTER_ADDR": "10.1.1.1"}, Launch("slurm", 5, 8, 1, 8, "10.1.1.1", PORT)),
         (ARBITRARY, {"MASTER_ADDR": "node2"}, Launch("slurm", 0, 3, 0, 1, "node2", 20004)),
         (
             ARBITRARY,
@@ -126,12 +125,8 @@ def test_jobs_and_steps_that_run_at_once_use_different_ports():
     [
         ("gpu01", "gpu01"),
         ("gpu[03-05,9],cpu1", "gpu03"),
-        ("gpu[7]", "gpu7"),
         ("gpu[010,012-014]", "gpu010"),
-        ("n1,n2,n[5-6]", "n1"),
         ("node-a[2-3]-ib", "node-a2-ib"),
-        ("a.b.example.org,c.d", "a.b.example.org"),
-        ("rack[1-2]node[03-04]", "rack1node03"),
         ("rack[1-2]-node[03,05]-ib,x", "rack1-node03-ib"),
     ],
 )
@@ -142,12 +137,8 @@ def test_the_first_node(nodes, first):
 @pytest.mark.parametrize(
     ("counts", "node", "expected"),
     [
-        ("4", 0, 4),
-        ("4(x2)", 1, 4),
-        ("4(x2),3", 0, 4),
         ("4(x2),3", 1, 4),
         ("4(x2),3", 2, 3),
-        ("2,1(x3),5", 3, 1),
         ("2,1(x3),5", 4, 5),
         (None, 0, 4),  # given by no variable: eight tasks on two nodes
     ],
@@ -161,20 +152,14 @@ def test_tasks_per_node(counts, node, expected):
     ("environ", "change", "words"),
     [
         (TORCHRUN, {"MASTER_ADDR": None}, "MASTER_ADDR or MASTER_PORT is not"),
-        (TORCHRUN, {"MASTER_PORT": None}, "MASTER_ADDR or MASTER_PORT is not"),
         (TORCHRUN, {"LOCAL_RANK": None}, "LOCAL_RANK is missing"),
         # Every worker would silently train alone.
         (TORCHRUN, {"RANK": None}, "RANK"),
         (TORCHRUN, {"WORLD_SIZE": None}, "WORLD_SIZE"),
         (TORCHRUN, {"RANK": "zero"}, "RANK must be a whole number, got 'zero'"),
-        (TORCHRUN, {"WORLD_SIZE": "8.0"}, "WORLD_SIZE must be a whole number, got '8.0'"),
         (TORCHRUN, {"LOCAL_RANK": ""}, "LOCAL_RANK must be a whole number, got ''"),
-        (TORCHRUN, {"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE must be"),
-        (TORCHRUN, {"MASTER_PORT": "http"}, "MASTER_PORT must be a whole number, got 'http'"),
         (ARBITRARY, {}, r"arbitrary does not tell .* set MASTER_ADDR to the address of worker 0"),
-        (SLURM, {"SLURM_PROCID": "?"}, "SLURM_PROCID must be"),
         (SLURM, {"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS must be"),
-        (SLURM, {"MASTER_PORT": "http"}, "MASTER_PORT must be"),
         (SLURM, {"SLURM_STEP_NODELIST": "[1-2]"}, r"'\[1-2\]' names no host: set MASTER_ADDR"),
     ],
 )
@@ -237,24 +222,18 @@ TASK = {"SLURM_GPUS_PER_TASK": "1"}
     [
         # Two workers on this node.
         (TORCHRUN, 0, {}, "gloo", None),
-        (TORCHRUN, 1, {}, "gloo", None),
         (TORCHRUN, 2, {}, "nccl", 1),
-        (TORCHRUN, 8, {}, "nccl", 1),
         (TORCHRUN, -4, {}, "gloo", None),  # this torch has no NCCL
         # The launcher does not say how many workers a node has: local rank 3 of two GPUs has none of its own.
         (TORCHRUN, 2, {"LOCAL_WORLD_SIZE": None, "LOCAL_RANK": "3"}, "gloo", None),
         (SLURM, 4, {}, "nccl", 1),
-        (SLURM, 8, TASK, "nccl", 1),
         # Each task sees its own GPU alone.
         (SLURM, 1, TASK, "nccl", 0),
         (SLURM, 1, {"SLURM_GPUS_PER_TASK": "a100:1"}, "nccl", 0),
         (SLURM, 1, {"SLURM_GPU_BIND": "single:1"}, "nccl", 0),
         # Four tasks share what they see.
         (SLURM, 1, {}, "gloo", None),
-        (SLURM, 1, {"SLURM_GPU_BIND": "none"}, "gloo", None),
         (SLURM, 1, {"SLURM_GPU_BIND": "single:4"}, "gloo", None),
-        (SLURM, 3, {}, "gloo", None),
-        (SLURM, 0, TASK, "gloo", None),
         ({}, 3, {}, "nccl", 0),
     ],
 )
@@ -269,19 +248,6 @@ def test_backend_and_device(machine, environ, gpus, change, backend, device):
     assert machine.environ["LOCAL_WORLD_SIZE"] == str(launch.local_world_size)
     assert machine.environ.get("MASTER_ADDR") == launch.address
     assert machine.environ.get("MASTER_PORT") == (None if launch.port is None else str(launch.port))
-
-
-def test_variables_set_by_the_user_stay(machine):
-    machine.start({**SLURM, "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "555"})
-    assert machine.environ["LOCAL_WORLD_SIZE"] == "2"
-    assert machine.environ["MASTER_PORT"] == "555"
-    assert machine.environ["MASTER_ADDR"] == "gpu03"
-
-
-def test_other_network_errors_stay_themselves(machine):
-    machine.raises = dist.DistNetworkError("the name node0 does not resolve")
-    with pytest.raises(dist.DistNetworkError, match="node0"):
-        machine.start(TORCHRUN)
 
 
 def test_a_taken_port(monkeypatch):
@@ -321,28 +287,6 @@ def test_alone_for_real(workers):
     assert workers(1, launch_alone) == [[(0, 1), "gloo", (0, 1), 1, True, False]]
 
 
-def launch_by_slurm(rank: int, n: int, port: int) -> list[Any]:
-    dist.destroy_process_group()
-    environ = {
-        "SLURM_JOB_ID": str(port - 20000),
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(rank),
-        "SLURM_NODEID": "0",
-        "SLURM_NTASKS": "16",  # of the job; the step is smaller
-        "SLURM_NNODES": "4",
-        "SLURM_STEP_NUM_TASKS": str(n),
-        "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_STEP_TASKS_PER_NODE": str(n),
-        "SLURM_STEP_NODELIST": "nowhere07",
-    }
-    os.environ.update(environ)
-    first, again = initialize_dist(), initialize_dist()
-    total = torch.tensor([rank + 1.0])
-    dist.all_reduce(total)
-    return [first, again, float(total), os.environ["LOCAL_WORLD_SIZE"]]
-
-
 def free_port(ports: range) -> int:
     for port in ports:
         with socket.socket() as probe:
@@ -352,11 +296,6 @@ def free_port(ports: range) -> int:
                 continue
             return port
     raise AssertionError("no port is free")
-
-
-def test_slurm_for_real(workers):
-    port = free_port(range(20000 + os.getpid() % 9000, 30000))
-    assert workers(2, launch_by_slurm, port) == [[(0, 2), (0, 2), 3.0, "2"], [(1, 2), (1, 2), 3.0, "2"]]
 
 
 SCRIPT = """

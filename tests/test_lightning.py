@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import os
 import re
 import runpy
@@ -146,7 +145,7 @@ def resumes(rank: int, n: int, folder: str) -> Any:
     # A finished run has no further step, and gives the mean.
     found["finished"] = same(settles(f"{folder}/ends/epoch=1.ckpt", **options).run.mean, straight.run.mean)
     # The model alone, and a resume without the replicas.
-    cases.trainer_of(whole).save_checkpoint(f"{folder}/model.ckpt")
+    whole.trainer.save_checkpoint(f"{folder}/model.ckpt")
     plain = torch.load(f"{folder}/model.ckpt")
     found["plain"] = "decent_dp" not in plain and same(list(plain["state_dict"].values()), whole.run.mean)
     if rank == 0:
@@ -402,25 +401,6 @@ def test_a_missing_or_old_lightning_is_named_with_what_to_install(monkeypatch):
         old.AsyncCheckpointIO = object  # type: ignore[attr-defined]
         with pytest.raises(ImportError, match=r"needs Lightning 2\.6 or newer, got 2\.5\.9"):
             importlib.import_module(name)
-
-
-def single(rank: int, n: int) -> Any:
-    quiet_frameworks()
-    from tests import lightning_cases as cases
-
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("decent_dp.integrations.lightning").addHandler(handler)
-    run = cases.fitted(rank, n, cases.Module())
-    assert_equal_runs(run, plain_loop(cases.shares(rank, n, 2)))
-    return said
-
-
-@pytest.mark.slow
-def test_one_worker_trains_alone_and_says_so(workers):
-    ((warning,),) = workers(1, single)
-    assert warning.startswith("one worker has no neighbours, and trains alone")
 
 
 # -- Fabric ----------------------------------------------------------------------------------------------------------------

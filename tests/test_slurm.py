@@ -122,14 +122,6 @@ def test_uneven_tasks(cluster, tmp_path):
     assert {t["address"] for t in found} == {"node1"}
 
 
-def test_one_node_of_several(cluster, tmp_path):
-    found = read(cluster, tmp_path, "--nodelist=node2", "--ntasks=2")
-    assert [(t["host"], t["local_rank"], t["local_world_size"], t["address"]) for t in found] == [
-        ("node2", 0, 2, "127.0.0.1"),
-        ("node2", 1, 2, "127.0.0.1"),
-    ]
-
-
 def test_worker_0_on_another_node_than_the_first(cluster, tmp_path):
     """A user's own order of nodes: Slurm sorts the list, and no variable says where worker 0 is."""
     order = tmp_path / "hosts"
@@ -310,13 +302,6 @@ def test_a_cancelled_job_does_not_come_back(cluster, tmp_path):
     assert (job.state()["JobState"], job.state()["Restarts"]) == ("CANCELLED", "0")
 
 
-def test_a_job_that_fails_each_time_ends(cluster, tmp_path):
-    job = Job(cluster, tmp_path, env={"RESTARTS": "0"}, arguments=["--no-such-option"])
-    job.until(lambda: job.state()["JobState"] == "FAILED")
-    assert (job.state()["ExitCode"], job.state()["Restarts"]) == ("1:0", "0")
-    assert "unrecognized arguments: --no-such-option" in job.output()
-
-
 def test_torchrun_on_each_node(cluster, uninterrupted, tmp_path):
     """One task per node, and SIGTERM, which torchrun forwards: the workers save, and the next launch resumes."""
     script = tmp_path / "job.sh"
@@ -363,48 +348,6 @@ def test_a_task_that_is_killed_starts_again_alone(cluster, tmp_path):
     found = sorted((json.loads(line) for line in text.splitlines() if line.startswith("{")), key=lambda one: one["rank"])
     assert [(one["rank"], one["restarted"]) for one in found] == [(0, False), (1, True), (2, False)], text
     assert all(one["weight"] == found[0]["weight"] for one in found)
-
-
-# -- programs that read Slurm's variables themselves -----------------------------------------------------------------------
-
-OWN_GROUP = """
-import os, subprocess
-import torch, torch.distributed as dist
-from torch import nn
-from decent_dp.ddp import DecentralizedDataParallel
-from decent_dp.optim import optim_fn_adamw
-from decent_dp.utils import initialize_dist
-
-rank, world_size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
-local_rank = int(os.environ["SLURM_LOCALID"])
-nodes = subprocess.check_output(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], text=True)
-os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = nodes.split()[0], "29511"
-dist.init_process_group("gloo", rank=rank, world_size=world_size)
-assert initialize_dist() == (rank, world_size)  # the group stays
-assert local_rank == rank % 2
-torch.manual_seed(rank)
-model = DecentralizedDataParallel(nn.Linear(4, 2), optim_fn_adamw, topology="alternating-exp-ring", _local_world_size=2)
-first, x = None, torch.randn(8, 4)
-for step in range(30):
-    loss = (model(x) - x[:, :2]).square().mean()
-    model.zero_grad()
-    loss.backward()
-    first, last = first or loss.item(), loss.item()
-model.global_avg(will_revert=False)
-total = sum(p.detach().double().sum() for p in model.parameters())
-print(f"[{rank} {model.stats().rounds} {last < first} {total.item()!r}]", flush=True)
-model.close()
-dist.destroy_process_group()
-"""
-
-
-def test_a_program_that_makes_the_group_itself(cluster, tmp_path):
-    script = tmp_path / "own.py"
-    script.write_text(OWN_GROUP)
-    text = cluster.run("srun", "--nodes=2", "--ntasks-per-node=2", "python", str(script), env=environ(cluster))
-    found = sorted(re.findall(r"\[(\d) 30 True (\S+)\]", text))
-    assert [rank for rank, _ in found] == ["0", "1", "2", "3"], text
-    assert len({total for _, total in found}) == 1
 
 
 # -- without Slurm ---------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -530,7 +531,12 @@ def test_one_process_needs_no_launcher(workers, tmp_path):
     workers(1, alone, tmp_path)
 
 
-def interrupted(rank: int, n: int, folder: Path, stops: bool, settles: int = 0) -> list[Tensor]:
+# The loss falls, so that only the first checkpoint is a best one: an evaluation decides against the others.
+BEST: dict[str, Any] = {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 1, "save_total_limit": 1}
+BEST |= {"metric_for_best_model": "eval_loss", "greater_is_better": True, "load_best_model_at_end": True}
+
+
+def interrupted(rank: int, n: int, folder: Path, stops: bool, settles: int = 0, **options: Any) -> list[Tensor]:
     """``settles``: after this step what is in flight is mixed in, as by a save."""
     as_launched(rank, n)
     from transformers import TrainerCallback
@@ -548,7 +554,7 @@ def interrupted(rank: int, n: int, folder: Path, stops: bool, settles: int = 0) 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             (folder / f"seen-{state.global_step}-{rank}").touch()
 
-    trainer = trainer_of(folder, callbacks=[Interrupt()], max_steps=400)
+    trainer = trainer_of(folder, callbacks=[Interrupt()], max_steps=400, **options)
     callback = attach(trainer, signals=(signal.SIGUSR1,))
     trainer.train(resume_from_checkpoint=bool(list(folder.glob("checkpoint-*"))))
     return copies(trainer.model)
@@ -567,6 +573,16 @@ def test_a_signal_to_one_worker_stops_all_after_the_same_step(workers, tmp_path)
     undisturbed = workers(2, interrupted, tmp_path / "b", False, step)
     for a, b in zip(resumed, undisturbed, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.slow
+def test_a_signal_saves_also_where_an_evaluation_decides_on_saves(workers, tmp_path):
+    stopped = workers.outcomes(2, partial(interrupted, **BEST), tmp_path, True)
+    assert [(outcome.error, outcome.message) for outcome in stopped] == [("SystemExit", "0")] * 2
+    _, last = sorted(int(path.name.removeprefix("checkpoint-")) for path in tmp_path.glob("checkpoint-*"))
+    assert 2 < last < 400
+    assert (tmp_path / f"checkpoint-{last}" / "trainer_state.json").is_file()
+    assert all((tmp_path / f"seen-{last}-{rank}").exists() for rank in range(2))
 
 
 def resized(rank: int, n: int, folder: Path, steps: int) -> tuple[int, list[Tensor], list[Tensor]]:
@@ -603,38 +619,6 @@ def test_another_number_of_workers_goes_on_from_the_replicas(workers, tmp_path):
     for _, begin, _ in four:  # each is one that was saved, not their mean
         assert any(all(torch.equal(a, b) for a, b in zip(begin, end, strict=True)) for _, _, end in three)
     assert len({tuple(begin[0].flatten().tolist()) for _, begin, _ in four}) > 1
-
-
-def interrupted_while_evaluating(rank: int, n: int, folder: Path) -> None:
-    as_launched(rank, n)
-    from transformers import TrainerCallback
-
-    from decent_dp.integrations.transformers import attach
-
-    class Interrupt(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if rank == 1 and state.global_step == 2:
-                os.kill(os.getpid(), signal.SIGUSR1)
-
-        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            (folder / f"seen-{state.global_step}-{rank}").touch()
-
-    evaluates: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_loss"}
-    # The loss falls, so only the first checkpoint is a best one.
-    evaluates |= {"greater_is_better": True, "load_best_model_at_end": True, "save_total_limit": 1}
-    trainer = trainer_of(folder, callbacks=[Interrupt()], max_steps=400, save_strategy="best", **evaluates)
-    attach(trainer, signals=(signal.SIGUSR1,))
-    trainer.train()
-
-
-@pytest.mark.slow
-def test_a_signal_saves_also_where_an_evaluation_decides_on_saves(workers, tmp_path):
-    stopped = workers.outcomes(2, interrupted_while_evaluating, tmp_path)
-    assert [(outcome.error, outcome.message) for outcome in stopped] == [("SystemExit", "0")] * 2
-    _, last = sorted(int(path.name.removeprefix("checkpoint-")) for path in tmp_path.glob("checkpoint-*"))
-    assert 2 < last < 400
-    assert (tmp_path / f"checkpoint-{last}" / "trainer_state.json").is_file()
-    assert all((tmp_path / f"seen-{last}-{rank}").exists() for rank in range(2))
 
 
 def fails_while_it_saves(rank: int, n: int, folder: Path) -> None:

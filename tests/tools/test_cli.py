@@ -7,19 +7,19 @@ import math
 import re
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 import typer
 
+from decent_dp.tools.analysis import analyse, consensus_error
 from decent_dp.tools.cli import app, doctor, main, plan, simulate, topology
 from decent_dp.tools.cli.inputs import as_count, as_rate, as_seconds
 from decent_dp.tools.cli.screen import number, plain_json, size
-from decent_dp.topo import TopologyReg
+from decent_dp.topo import make_topology
 
 RANK_VARIABLES = ("RANK", "SLURM_PROCID")
 
@@ -76,76 +76,23 @@ def links(n: int, local: int, mbit: float = 1000.0, us: float = 50.0) -> dict[st
     }
 
 
-# -- topology show: every figure again, from the rounds that it prints -----------------------------------------------------
+# -- topology show ---------------------------------------------------------------------------------------------------------
 
 
-def matrix(edges: list[dict[str, Any]], n: int) -> npt.NDArray[np.float64]:
-    W = np.zeros((n, n))
-    for edge in edges:
-        ranks, m = edge["ranks"], len(edge["ranks"])
-        for i in ranks:
-            for j in ranks:
-                W[i, j] = edge["weight"] if i == j else (1 - edge["weight"]) / (m - 1)
-    return W
+def test_show_is_the_analysis_with_its_rounds(cli: Cli) -> None:
+    made = make_topology("complete:2,ring", local_world_size=2, world_size=4, rank=0)
+    found = cli.json("topology show complete:2,ring -n 4 -l 2 --epsilon 1e-2")
+    expected = asdict(analyse(made, epsilon=1e-2))
+    assert {key: found[key] for key in expected} == {**expected, "name": "complete:2,ring"}
+    assert found["rounds"][:3] == [[asdict_of(edge) for edge in made.round(t)] for t in range(3)]
+    assert found["consensus_error"] == pytest.approx(consensus_error(made, len(found["consensus_error"]) - 1))
+    row = next(row for row in cli.json("topology compare -n 4 -l 2")["topologies"] if row["name"] == "ring")
+    shown = cli.json("topology show ring -n 4 -l 2")
+    assert {key: shown[key] for key in row} == row
 
 
-def traffic(rounds: list[list[dict[str, Any]]], n: int, local: int) -> tuple[float, float, float]:
-    """Copies: per worker and step, per node and step to others, the most into one node in one round."""
-    worker, between, most = 0.0, 0.0, 0.0
-    for edges in rounds:
-        into = np.zeros(n // local)
-        for edge in edges:
-            ranks, m = edge["ranks"], len(edge["ranks"])
-            nodes = sorted({rank // local for rank in ranks})
-            if m == 2:
-                worker += 2
-                if len(nodes) == 2:
-                    between += 2
-                    into[nodes] += 1
-            elif m > 2:
-                worker += 2 * (m - 1)
-                between += 2 * (len(nodes) - 1)
-                into[nodes] += 2 * (len(nodes) - 1) / len(nodes)
-        most = max(most, float(into.max()))
-    return worker / n / len(rounds), between / (n // local) / len(rounds), most
-
-
-@pytest.mark.parametrize(
-    ("name", "n", "local"),
-    [
-        ("base-2", 6, 1),
-        ("base-2", 24, 4),
-        ("ring", 9, 3),
-        ("hierarchical", 12, 4),
-        ("alternating-exp-ring", 16, 2),
-        ("complete", 8, 4),
-    ],
-)
-def test_show_against_an_independent_computation(cli: Cli, name: str, n: int, local: int) -> None:
-    found = cli.json(f"topology show {name} -n {n} -l {local} --epsilon 1e-2")
-    rounds, T = found["rounds"], found["period"]
-    assert len(rounds) == T
-    P, J = np.eye(n), np.full((n, n), 1 / n)
-    errors, product = [1.0], np.eye(n)
-    for edges in rounds:
-        P = matrix(edges, n) @ P
-    for t in range(400):
-        product = matrix(rounds[t % T], n) @ product
-        errors.append(float(np.linalg.norm(product - J) / np.linalg.norm(np.eye(n) - J)))
-    norm = float(np.linalg.norm(P - J, 2))
-    assert found["exact"] == (norm < 1e-10)
-    assert found["spectral_gap"] == pytest.approx(1 - norm, abs=1e-6)
-    assert found["rounds_to_epsilon"] == next(t for t, e in enumerate(errors) if e <= 1e-2)
-    shown = found["consensus_error"]
-    assert len(shown) >= 2 * T + 1
-    assert shown == pytest.approx(errors[: len(shown)], abs=1e-9)
-    peers = [{j for edges in rounds for e in edges if i in e["ranks"] for j in e["ranks"]} - {i} for i in range(n)]
-    assert found["degree"] == max(map(len, peers))
-    worker, node, fan_in = traffic(rounds, n, local)
-    assert found["sent_by_worker"] == pytest.approx(worker)
-    assert found["sent_by_node"] == pytest.approx(node)
-    assert found["fan_in"] == pytest.approx(fan_in)
-    assert (found["name"], found["world_size"], found["local_world_size"]) == (name, n, local)
+def asdict_of(edge: Any) -> dict[str, Any]:
+    return {"ranks": edge.ranks, "weight": edge.weight}
 
 
 def test_the_same_figures_in_words(cli: Cli) -> None:
@@ -161,18 +108,10 @@ def test_the_same_figures_in_words(cli: Cli) -> None:
     alone = sum(len(edge["ranks"]) == 1 for edges in rounds for edge in edges) / 24 / len(rounds)
     assert 0 < alone < 1
     assert re.search(rf"idle +{100 * alone:.3g} % of the rounds", text)
-    # The rounds: kinds with their weights, and who sits out.
-    assert re.search(r"4 +8 pairs, keep 2/3; 8 idle +0-16 +1-17", text)
-    assert text.count("… 4 more") == text.count(" more") == 3  # of twelve pairs eight are shown; who sits out is no pair
+    assert "  round 5: (8 16) 0.5  (9 17) 0.5" in text
     ring = cli("topology show ring -n 6")
     assert re.search(r"averages exactly +no", ring)
-    assert re.search(r"1 +3 pairs, keep 1/2 +0-5 +1-2 +3-4", ring)
-
-
-def test_one_after_another(cli: Cli) -> None:
-    found = cli.json("topology show complete:2,ring -n 4")
-    assert [len(edges) for edges in found["rounds"][:4]] == [1, 1, 2, 2]
-    assert "complete:2,ring: 4 workers" in cli("topology show complete:2,ring -n 4")
+    assert "  round 1: (1 2) 0.5  (3 4) 0.5  (0 5) 0.5\n" in ring
 
 
 def test_show_without_the_dead(cli: Cli) -> None:
@@ -187,24 +126,15 @@ def test_show_without_the_dead(cli: Cli) -> None:
     assert "one worker trains alone" in cli("topology show ring -n 2 --dead 0")
 
 
-@pytest.mark.slow
 def test_many_rounds_and_large_groups_are_shortened(cli: Cli) -> None:
-    text = cli("topology show base-2 -n 1023")
-    period = cli.json("topology show base-2 -n 1023")["period"]
-    assert f"{period - 12} more rounds" in text
-    assert "… 503 more" in text
-    assert len(text.splitlines()) < 60
-    assert "0-1-2-3-…-63" in cli("topology show complete -n 64")
+    text = cli("topology show base-2 -n 200")
+    assert " … (--json has all)\n" in text
+    assert max(map(len, text.splitlines())) < 200
+    assert "14 15 … (64 in all)) 0.01562\n" in cli("topology show complete -n 64")
     assert "do not repeat" in cli("topology show random-matching -n 8")
 
 
 # -- compare ---------------------------------------------------------------------------------------------------------------
-
-
-def test_a_users_own_topology_is_listed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TopologyReg.registry, "mine", lambda local: TopologyReg.registry["ring"](local))
-    rows = {row["name"]: row for row in cli.json("topology compare -n 5")["topologies"]}
-    assert rows["mine"]["rounds_to_epsilon"] == rows["ring"]["rounds_to_epsilon"]
 
 
 @pytest.mark.parametrize("columns", ["40", "80"])
@@ -229,12 +159,6 @@ def test_compare_never_cuts_a_number(cli: Cli, columns: str, monkeypatch: pytest
         assert order == ["complete", "hierarchical", "base-2", "random-matching", "ring"]
 
 
-def test_compare_with_what_show_says(cli: Cli) -> None:
-    for row in cli.json("topology compare -n 12 -l 3 --epsilon 1e-5")["topologies"]:
-        shown = cli.json(f"topology show {row['name']} -n 12 -l 3 --epsilon 1e-5")
-        assert {key: shown[key] for key in row} == row
-
-
 def test_a_plot_is_written(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     assert f"plot: {path}" in cli("topology show base-2 -n 6", "--plot", str(path))
@@ -245,33 +169,6 @@ def test_a_plot_is_written(cli: Cli, tmp_path: Path) -> None:
 
 JOB = "plan --params 65e6 --step-ms 60"
 CLUSTER = "-n 8 -l 4 --inter 25gbit --intra 200gbit"
-
-
-@pytest.mark.slow
-def test_plan_hands_on_what_was_typed(cli: Cli) -> None:
-    from decent_dp.tools.planner import Choice, Cluster, Job, Link, predict
-
-    found = cli.json(f"{JOB} {CLUSTER} --latency-inter 0.1ms --latency-intra 3us --optimizer-ms 6 --jitter 0.03 --top 0")
-    link = Link(1e-4, 25e9 / 8), Link(3e-6, 25e9)
-    cluster, job = Cluster(8, 4, *link, backend="nccl"), Job(65e6, 18, 36, 6, 0.03)
-    assert found["cluster"]["inter"] == pytest.approx({"latency_us": 100, "mbit_s": 25_000})
-    assert found["cluster"]["intra"] == pytest.approx({"latency_us": 3, "mbit_s": 200_000})
-    assert found["job"] == pytest.approx(
-        {
-            "params": 65e6,
-            "forward_ms": 18,
-            "backward_ms": 36,
-            "optimizer_ms": 6,
-            "jitter": 0.03,
-            "width": None,
-            "sharded": False,
-        }
-    )
-    for row in [row for row in found["predictions"] if row["bucket_mb"] == 25][::7]:
-        choice = Choice(row["kind"], row["topology"], row["compression"], row["bucket_mb"], replica=row["replica"])
-        assert predict(cluster, job, choice).step_ms == pytest.approx(row["step_ms"], rel=0.02)
-    assert {row["kind"] for row in found["predictions"]} == {"ddp", "decent_dp"}
-    assert len({r["name"] for r in found["predictions"]}) == len(found["predictions"])  # the best size of bucket of each
 
 
 def test_plan_ranks_and_says_why(cli: Cli) -> None:
@@ -327,10 +224,8 @@ def test_plan_from_a_measured_file(cli: Cli, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "bits"),
     [
-        ("25gbit", 25e9), ("25Gbit/s", 25e9), ("25 gbps", 25e9), ("25Gb/s", 25e9), ("1.5gbit", 1.5e9), ("100mbit", 1e8),
-        ("100Mbps", 1e8), ("3GB/s", 24e9), ("3gB/s", 24e9), ("1GiB/s", 8 * 2**30), ("56kbit", 56e3),
-        ("1e9bit", 1e9), ("10,000mbit", 1e10), (".5gbit", 5e8), ("2tbit", 2e12), ("1kbit", 1e3),
-        ("1e6tbit", 1e18),
+        ("25gbit", 25e9), ("25Gb/s", 25e9), ("1.5 gbps", 1.5e9), ("3GB/s", 24e9), ("1GiB/s", 8 * 2**30), ("56kbit", 56e3),
+        ("1e9bit", 1e9), ("10,000mbit", 1e10), (".5gbit", 5e8),
     ],
 )  # fmt: skip
 def test_rates(text: str, bits: float) -> None:
@@ -359,21 +254,13 @@ def test_numbers_for_readers() -> None:
 
 BAD = {
     "topology show": "Missing argument",
-    "topology show ring": "Missing option '-n'",
-    "topology show ring -n 0": "Invalid value for '-n'",
-    "topology show ring -n 4 --local=4k": "Invalid value for '-l'",
     "topology show ring -n 4 -l 8": "write at most 4",
     "topology show ring -n 1000000000": "write a smaller number",
     "topology show rnig -n 4": "did you mean 'ring'",
     "topology show one-peer-exp -n 6": "needs a power of two workers, got 6; 'base-2'",
-    "simulate --topology complete:9,one-peer-exp -n 6": "needs a power of two workers, got 6; 'base-2'",
     "topology show hierarchical -n 6 -l 4": "do not fill nodes of -l 4; write -n 4 or 8",
-    "topology compare -n 6 -l 4": "do not fill nodes of -l 4; write -n 4 or 8",
-    "simulate --topology ring -n 6 -l 4": "do not fill nodes of -l 4; write -n 4 or 8",
     "topology show complete:x,ring -n 4": "complete:x",
-    "topology show complete:10 -n 4": "complete:10",
     "topology show ring -n 4 --epsilon 0": "--epsilon must be above 0 and below 1",
-    "topology show ring -n 4 --epsilon nan": "--epsilon must be above 0 and below 1, the error at the start, got nan",
     "topology show ring -n 4 --plot /nowhere/a.png": "give a file in a folder that exists",
     "topology show ring -n 4 --plot a.doc": ".png",
     "topology show ring -n 4 --dead two": "write numbers of workers, 0 to 3, such as 0,3",
@@ -381,40 +268,24 @@ BAD = {
     "topology show ring -n 2 --dead 0,1": "leaves none of the -n 2 workers",
     "topology show complete -n 4 --dead 1": "--dead needs a topology of pairs",
     "topology compaer -n 4": "Did you mean 'compare'?",
-    "simulat": "Did you mean 'simulate'?",
-    "simulate --topology ring": "Missing option '-n'",
-    "simulate --topology ring -n 0": "Invalid value for '-n'",
     "simulate --topology ring -n 4 --data imagenet": "'digits'",
     "simulate --topology ring -n 4 --alpha 0": "alpha must be positive",
-    "simulate --topology ring -n 4 --steps 0": "Invalid value for '--steps'",
-    "simulate --topology ring -n 4 --batch 0": "Invalid value for '--batch'",
-    "simulate --topology ring -n 4 --mix-every 0": "Invalid value for '--mix-every'",
     "simulate --topology ring -n 4 --momentum-tracking": "optimizer='gossip-adamw' or 'momentum', and it is 'adamw'",
     "simulate --topology ring -n 4 --seed -1": "Invalid value for '--seed'",
-    "simulate --topology ring -n 4 --seed 9223372036854775808": "Invalid value for '--seed'",
-    "simulate --topology ring -n 4 --lr -0.1": "lr must be a positive learning rate, got -0.1",
     "simulate --topology ring -n 4 --compression int9": "did you mean 'int8'",
-    "simulate --topology ring -n 4 --optimizer sdg": "did you mean 'sgd'",
     "simulate --topology ring -n 5000": "1437 samples are too few for 5000 workers",
     "plan": "Missing option '--params'",
-    "plan --params 65e6 -n 4 --inter 1gbit": "Missing option '--step-ms'",
     "plan --params 65e6 --step-ms 0 -n 4 --inter 1gbit": "step_ms must be the milliseconds",
     "plan --params -5 --step-ms 60 -n 4 --inter 1gbit": "--params must be above zero",
     "plan --params 1.5 --step-ms 60 -n 4 --inter 1gbit": "no whole number",
-    "plan --params 65X --step-ms 60 -n 4 --inter 1gbit": "65M",
     f"{JOB} --inter 1gbit": "the workers are missing",
-    f"{JOB} -n 0 --inter 1gbit": "Invalid value for '-n'",
     f"{JOB} -n 4096 --inter 1gbit": "more than the 1024 workers that this command takes; write a smaller number",
-    f"{JOB} -n 6 -l 4 --inter 1gbit --intra 1gbit": "do not fill nodes of -l 4; write -n 4 or 8",
     f"{JOB} -n 4": "--inter is missing",
     f"{JOB} -n 4 -l 2 --inter 1gbit": "--intra is missing",
     f"{JOB} -n 4 --inter fast": "write a rate such as 25gbit",
-    f"{JOB} -n 4 --inter -1gbit": "above zero",
     f"{JOB} -n 4 --inter 25": "'25' is not understood: write a rate such as 25gbit",
     f"{JOB} -n 4 --inter 1gbit --latency-inter 20": "not understood: write a time such as 20us",
-    f"{JOB} -n 4 --inter 1gbit --jitter 1": "jitter must be at least 0 and below 1",
     f"{JOB} -n 4 --inter 1gbit --backend ncl": "did you mean 'nccl'?",
-    f"{JOB} -n 4 --inter 1gbit --optimizer-ms 61": "optimizer_ms=61 is more than step_ms=60",
     f"{JOB} --measured nowhere.json": "cannot be read",
     f"{JOB} --measured {__file__}": "measure again",
     f"{JOB} --measured x.json -n 4": "leave -n out",

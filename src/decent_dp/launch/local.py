@@ -1,24 +1,19 @@
-"""Several workers on this machine: their environment, the store through which they meet, and which of them failed first."""
+"""Several workers on this machine: their environment, and the store through which they meet."""
 
 from __future__ import annotations
 
 import os
-import re
-import signal
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 
 from torch._C._distributed_c10d import TCPStore
 
 from decent_dp.launch.environment import read_environment
 
-__all__ = ["Failure", "cause", "refuse_in_a_worker", "store_on", "usable_cores", "worker_environment", "worker_variables"]
+__all__ = ["refuse_in_a_worker", "store_on", "usable_cores", "worker_environment", "worker_variables"]
 
 _LOOPBACKS = ("lo", "lo0")  # Linux, macOS
-# What a worker says when another one has gone: the exceptions of decent_dp, and the words of gloo.
-_PEER_GONE = re.compile(r"(decent_dp\.errors\.)?Peer(Lost|Timeout)?Error\b|.*\b(closed|reset) by peer\b", re.DOTALL)
 
 
 def refuse_in_a_worker(environ: Mapping[str, str], what: str) -> None:
@@ -96,42 +91,3 @@ def store_on(host: str = "127.0.0.1", port: int = 0) -> TCPStore:
             return serve()
         except NotImplementedError:  # torch 2.6: its server on libuv takes no descriptor
             return serve(use_libuv=False)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The end of a worker that failed.
-
-    Attributes:
-        code: its exit code, negative for a signal; None if it still runs.
-        message: the last line of its traceback; '' if it ended without an exception.
-        time: when it failed, by this machine's clock.
-        trace: its traceback, if known.
-    """
-
-    rank: int
-    code: int | None
-    message: str
-    time: float
-    trace: str = ""
-
-    @property
-    def follows_another(self) -> bool:
-        """Whether the worker failed because another one did, or was ended by the launcher."""
-        return self.code == -signal.SIGTERM or _PEER_GONE.match(self.message) is not None
-
-    def __str__(self) -> str:
-        if self.message:
-            return f"failed: {self.message}"
-        if self.code is not None and self.code < 0:
-            try:
-                name = signal.Signals(-self.code).name
-            except ValueError:
-                name = f"signal {-self.code}"
-            return f"was killed by {name}{' (is the memory full?)' if name == 'SIGKILL' else ''}"
-        return f"ended with exit code {self.code}" if self.code else "ended before it had a result (exit code 0)"
-
-
-def cause(failures: Sequence[Failure]) -> Failure:
-    """Returns the failure that came first. The loss of a peer comes before no other failure."""
-    return min(failures, key=lambda failure: (failure.follows_another, failure.time))

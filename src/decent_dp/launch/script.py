@@ -1,7 +1,7 @@
 """Runs a worker's script as Python would, and leaves the launcher a note of the exception that ends it.
 
-The launcher starts this file as ``python script.py ATTEMPT MOST SCRIPT ARGS...``, or with ``-m MODULE`` for SCRIPT. It does not
-import torch: what the script sets in the environment before it imports torch still counts.
+The launcher starts this file as ``python script.py ATTEMPT MOST SCRIPT ARGS...``, or with ``-m MODULE`` for SCRIPT, or with
+``--call FOLDER`` (``spawn``). It does not import torch: what the script sets in the environment before it imports torch counts.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ import sys
 import time
 import traceback
 import types
+from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["end_with_parent", "main"]
+__all__ = ["last_line", "main", "note"]
 
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent() -> None:
-    """Asks the kernel for a SIGTERM when the parent has gone, however it went; on Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def main(argv: list[str]) -> None:
     """Runs ``SCRIPT ARGS...`` or ``-m MODULE ARGS...`` as the main module, after the number of restarts so far and at most."""
-    end_with_parent()
+    if sys.platform == "linux":
+        # A SIGTERM from the kernel when the parent has gone, however it went.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     # torchrun's names.
     os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"], *argv = argv
+    if argv[0] == "--call":
+        from decent_dp.launch import called
+
+        called.main(argv[1])
+        return
     module = argv[0] == "-m"
     sys.argv = argv[1:] if module else argv
     name = sys.argv[0]
@@ -46,11 +48,7 @@ def main(argv: list[str]) -> None:
         else:
             _run_file(name)
     except Exception as error:
-        note(error)
-        # Without the frames of this file, as far as they come before those of the script.
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
-            trace = trace.tb_next
+        trace = note(error, own=(__file__, runpy.__file__, "<frozen runpy>"))
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
 
@@ -70,17 +68,25 @@ def _run_file(name: str) -> None:
 _KEPT: list[types.ModuleType] = []
 
 
-def note(error: BaseException) -> None:
-    """Writes the exception where a launcher looks for it, in torchrun's form."""
+def note(error: BaseException, own: Sequence[str]) -> types.TracebackType | None:
+    """Writes the exception where a launcher looks for it, in torchrun's form.
+
+    Returns:
+        Its traceback, without the frames of the files ``own`` that come before all others.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in own:
+        trace = trace.tb_next
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    now = time.time()
-    extra: dict[str, Any] = {"py_callstack": traceback.format_exc(), "timestamp": str(int(now)), "time": now}
-    document = {"message": {"message": last_line(error), "extraInfo": extra}}
-    # A full disk must not hide the exception.
-    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-        json.dump(document, file)
+    if path:
+        now = time.time()
+        lines = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+        extra: dict[str, Any] = {"py_callstack": lines, "timestamp": str(int(now)), "time": now}
+        document = {"message": {"message": last_line(error), "extraInfo": extra}}
+        # A full disk must not hide the exception.
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump(document, file)
+    return trace
 
 
 def last_line(error: BaseException) -> str:

@@ -10,8 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,15 +22,15 @@ from decent_dp.tools.cli.inputs import require, writable, writing
 from decent_dp.tools.cli.screen import number, one_line, plain_json, say, table, write_json
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from decent_dp.tools.cli.links import Pair, Probe
 
-__all__ = ["EXAMPLES", "FORMAT", "doctor"]
-
-FORMAT = "decent_dp-doctor-1"
+__all__ = ["EXAMPLES", "doctor"]
 
 _TORCHRUN = "torchrun --standalone --nproc-per-node 4 -m decent_dp doctor"
-# Workers up to which the whole matrix is shown, and columns of a block of it.
-_MATRIX, _COLUMNS = 16, 8
+# Workers up to which the whole matrix is shown, so that it fits 80 columns, and the workers that are listed.
+_MATRIX, _LISTED = 10, 32
 _SHOWN_PAIRS = 10
 _MOST_SECONDS = 3600.0
 # Seconds of a slot beside its measurement, to begin and to gather.
@@ -77,9 +76,14 @@ def doctor(
 
     began = time.monotonic()
     try:
-        with _bounded(timeout):
+        timer = threading.Timer(timeout, _did_not_meet, [timeout])
+        timer.daemon = True
+        timer.start()
+        try:
             initialize_dist()
             probe = Probe(seconds, timeout)
+        finally:
+            timer.cancel()
         return _examine(probe, seconds, began, json, out)
     except (RuntimeError, OSError) as error:
         if (rank := os.environ.get("RANK", "0")) == "0":  # worker 0 reports its own at the end
@@ -90,10 +94,13 @@ def doctor(
 
 def _examine(probe: Probe, seconds: float, began: float, json: bool, out: Path | None) -> int:
     """The survey; worker 0 says what came of it while the others wait for it to have done so."""
-    workers = probe.gather(_card(str(probe.device)))
-    nodes = probe.nodes()
-    if probe.rank == 0 and probe.world_size > 1:
-        _say_duration(probe.world_size, nodes, seconds)
+    from decent_dp.tools.cli.links import schedule
+
+    workers, nodes = probe.gather(_card(str(probe.device))), probe.nodes()
+    if probe.rank == 0 and (n := probe.world_size) > 1:
+        about = len(schedule(nodes)) * (seconds + _AROUND_A_SLOT)
+        time_ = f"{about:.0f} s" if about < 100 else f"{about / 60:.0f} min"
+        _say_error(f"measuring {n * (n - 1) // 2:,} pairs of workers takes about {time_}; --seconds-a-pair shortens it")
     pairs = probe.survey(nodes)
     code = 1 if any(pair.error for pair in pairs.values()) else 0
     try:
@@ -127,37 +134,14 @@ def _say_error(text: str) -> None:
     sys.stderr.flush()
 
 
-# -- around the measuring --------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _bounded(seconds: float) -> Iterator[None]:
-    """Ends the process if the workers do not meet: torch would wait for half an hour."""
-
-    def end() -> None:
-        if os.environ.get("RANK", "0") == "0":
-            size = os.environ.get("WORLD_SIZE", "1")
-            _say_error(
-                f"the {size} workers did not meet within {seconds:g} s: see that all are started, with the same MASTER_ADDR "
-                "and MASTER_PORT, and that no firewall is between them; --timeout waits longer"
-            )
-        os._exit(1)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _say_duration(n: int, nodes: Sequence[int], seconds: float) -> None:
-    from decent_dp.tools.cli.links import schedule
-
-    about = len(schedule(nodes)) * (seconds + _AROUND_A_SLOT)
-    time_ = f"{about:.0f} s" if about < 100 else f"{about / 60:.0f} min"
-    _say_error(f"measuring {n * (n - 1) // 2:,} pairs of workers takes about {time_}; --seconds-a-pair shortens it")
+def _did_not_meet(seconds: float) -> None:
+    """Ends the process: torch would wait for half an hour."""
+    if os.environ.get("RANK", "0") == "0":
+        _say_error(
+            f"the {os.environ.get('WORLD_SIZE', '1')} workers did not meet within {seconds:g} s: see that all are "
+            "started, with the same MASTER_ADDR and MASTER_PORT, and that no firewall is between them; --timeout waits longer"
+        )
+    os._exit(1)
 
 
 # -- what was found --------------------------------------------------------------------------------------------------------
@@ -185,6 +169,8 @@ def _document(
     seconds: float,
 ) -> dict[str, Any]:
     """The document that ``plan --measured`` reads: matrices from row to column, with null for missing values."""
+    from decent_dp.tools.planner.measured import FORMAT
+
     n = len(workers)
     latency: list[list[float | None]] = [[None] * n for _ in range(n)]
     rate: list[list[float | None]] = [[None] * n for _ in range(n)]
@@ -217,15 +203,15 @@ def _report(document: dict[str, Any], out: Path | None) -> None:
         other = [f"{key} {worker[key]}" for key in ("decent_dp", "torch", "python") if worker[key] != first[key]]
         if other:
             say(f"worker {worker['rank']} has {', '.join(other)}: start all workers from one installation")
-    cells = [(str(worker["rank"]), str(worker["node"]), worker["host"], worker["device"]) for worker in workers[: 2 * _MATRIX]]
+    cells = [(str(worker["rank"]), str(worker["node"]), worker["host"], worker["device"]) for worker in workers[:_LISTED]]
     made = table(("worker", "node", "host", "device"), cells, left=(), folded=(2, 3))
-    say("", made, *([f"… {n - 2 * _MATRIX} more"] if n > 2 * _MATRIX else []), "")
+    say("", made, *([f"… {n - _LISTED} more"] if n > _LISTED else []), "")
     if n == 1:
         say("One worker has no links. To measure those between workers, start it as you start the training:", f"  {_TORCHRUN}")
         return
     unit, scale = _unit(document)
-    say("latency one way, µs", *_matrix(document, "latency_us", 1.0), "")
-    say(f"bandwidth of each direction, both at once, {unit}", *_matrix(document, "mbit_s", scale))
+    say("latency one way, µs", _matrix(document, "latency_us", 1.0), "")
+    say(f"bandwidth of each direction, both at once, {unit}", _matrix(document, "mbit_s", scale))
     say("", *_in_words(document))
     file = str(out) if out is not None else "links.json"
     hint = "" if out is not None else "; --out links.json writes them"
@@ -248,21 +234,17 @@ def _unit(document: dict[str, Any]) -> tuple[str, float]:
     return ("Gbit/s", 1e-3) if rates and statistics.median(rates) >= 1000 else ("Mbit/s", 1.0)
 
 
-def _matrix(document: dict[str, Any], key: str, scale: float) -> list[Any]:
-    """The matrix, some columns at a time; of many workers the least, the median and the most."""
-    n, parts = document["world_size"], []
-    if n > _MATRIX:
+def _matrix(document: dict[str, Any], key: str, scale: float) -> Table:
+    """The matrix; of many workers the least, the median and the most."""
+    if document["world_size"] > _MATRIX:
         kinds = {name: [scale * value for value in _links(document, key, inside).values()] for name, inside in _KINDS.items()}
         rows = [(name, *map(number, (min(own), statistics.median(own), max(own)))) for name, own in kinds.items() if own]
-        return [table(("links", "least", "median", "most"), rows)]
-    for first in range(0, n, _COLUMNS):
-        columns = range(first, min(first + _COLUMNS, n))
-        cells = [
-            (str(a), *("·" if a == b else "none" if row[b] is None else number(row[b] * scale) for b in columns))
-            for a, row in enumerate(document[key])
-        ]
-        parts.append(table(("worker", *map(str, columns)), cells, left=()))
-    return parts
+        return table(("links", "least", "median", "most"), rows)
+    cells = [
+        (str(a), *("·" if a == b else "none" if value is None else number(value * scale) for b, value in enumerate(row)))
+        for a, row in enumerate(document[key])
+    ]
+    return table(("worker", *map(str, range(len(cells)))), cells, left=())
 
 
 def _in_words(document: dict[str, Any]) -> list[str]:

@@ -31,6 +31,8 @@ Exit codes: 0 fine, 1 a worker failed, 2 bad input, 128 and its number after a s
 # More workers than these have to be asked for: on a large machine they would fill the memory.
 _MOST_CHOSEN = 8
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
 _NOT_BEGUN = (
     ". All have ended: --keep-going needs a run that has begun, with faults= and with a topology that is given by a single name"
 )
@@ -148,7 +150,7 @@ def _backend(workers: int) -> str:
 def _run(workers: int, max_restarts: int, command: Sequence[str], attempt: int, *, keep_going: bool) -> int | str:
     """Runs the workers; returns the exit code, or what is said about the worker that failed first."""
     from decent_dp.errors import PeerLostError
-    from decent_dp.launch.separate import run_separately
+    from decent_dp.launch.processes import run_workers
     from decent_dp.membership.runs import newest_run
 
     def look(store: str) -> dict[int, int] | None:
@@ -160,7 +162,7 @@ def _run(workers: int, max_restarts: int, command: Sequence[str], attempt: int, 
             return None
         return None if run is None else {rank: run.epoch.incarnations.get(rank, 0) for rank in run.epoch.members}
 
-    outcome = run_separately(workers, command, max_restarts, look, _say, attempt)
+    outcome = run_workers(workers, command, look=look, say=_say, max_restarts=max_restarts, attempt=attempt, signals=_SIGNALS)
     if outcome.signal:
         _say(f"stopped by {signal.Signals(outcome.signal).name}; the workers have ended")
         return 128 + outcome.signal

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from fractions import Fraction
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from decent_dp.tools.cli.inputs import (
     MOST_ANALYSED,
@@ -27,11 +24,12 @@ from decent_dp.tools.cli.screen import figures, number, say, table, write_json
 
 if TYPE_CHECKING:
     from decent_dp.tools.analysis import Analysis
-    from decent_dp.topo import Edge, Topology
+    from decent_dp.topo import Topology
 
 __all__ = ["app"]
 
-_SHOWN_ROUNDS, _SHOWN_EDGES, _SHOWN_RANKS = 12, 8, 6
+# Characters of a round.
+_LONGEST_LINE = 160
 # Rounds of a plot's curve, and of a topology that does not repeat in JSON.
 _CURVE, _APERIODIC = 400, 8
 _OF_SURVIVORS = ("rate", "exact", "rounds_to_epsilon")
@@ -103,7 +101,7 @@ def show(
             write_json(document)
         else:
             where = f" on {n // local} nodes of {local}" if local > 1 else ""
-            say(f"{name}: {n} worker{'s' * (n > 1)}{where}", "", _rounds_table(rounds, analysis.period), "")
+            say(f"{name}: {n} worker{'s' * (n > 1)}{where}", "", *map(_shortened, str(topology).splitlines()[1:]), "")
             say(figures(_in_words(analysis) + ([] if left is None else [_left_in_words(gone, left)])))
     finally:  # also after a broken pipe
         if plot is not None:
@@ -139,47 +137,9 @@ def _left_in_words(gone: Sequence[int], left: Analysis) -> tuple[str, str]:
     return heading, f"{others}: consensus error times {number(left.rate)} per round, in the long run{reached}"
 
 
-def _rounds_table(rounds: Sequence[Sequence[Edge]], period: int | None) -> Table:
-    rows = [(str(t), _kinds(edges), _few_edges(edges)) for t, edges in enumerate(rounds[:_SHOWN_ROUNDS])]
-    if period is None:
-        rows.append(("…", "", "the rounds do not repeat"))
-    elif period > _SHOWN_ROUNDS:
-        left = period - _SHOWN_ROUNDS
-        rows.append(("…", "", f"{left} more round{'s' * (left > 1)}; --json has all"))
-    return table(("round", "mixing", "edges"), rows, left=(), folded=(1, 2))
-
-
-def _kinds(edges: Iterable[Edge]) -> str:
-    """'8 pairs, keep 1/3; 8 idle'."""
-    counts = Counter((len(edge.ranks), edge.weight) for edge in edges)
-    words = []
-    for (members, weight), count in sorted(counts.items(), reverse=True):
-        if members == 1:
-            words.append(f"{count} idle")
-        else:
-            kind = "pair" if members == 2 else "group"
-            of = f" of {members}" if members > 2 else ""
-            words.append(f"{count} {kind}{'s' * (count > 1)}{of}, keep {_fraction(weight)}")
-    return "; ".join(words)
-
-
-def _fraction(weight: float) -> str:
-    near = Fraction(weight).limit_denominator(4096)
-    return str(near) if abs(float(near) - weight) < 1e-12 else f"{weight:.4g}"
-
-
-def _few_edges(edges: Sequence[Edge]) -> str:
-    """'0-1  2-3  4-5  … 9 more'; idle workers are not listed."""
-    active = sorted((sorted(edge.ranks) for edge in edges if len(edge.ranks) > 1), key=lambda ranks: ranks[0])
-    shown = ["-".join(_few_ranks(ranks)) for ranks in active[:_SHOWN_EDGES]]
-    left = len(active) - len(shown)
-    return "  ".join(shown + [f"… {left} more"] * (left > 0)) or "none"
-
-
-def _few_ranks(ranks: Sequence[int]) -> list[str]:
-    if len(ranks) <= _SHOWN_RANKS:
-        return [str(rank) for rank in ranks]
-    return [*map(str, ranks[: _SHOWN_RANKS - 2]), "…", str(ranks[-1])]
+def _shortened(line: str) -> str:
+    """A round of many edges, or of large ones: as far as it fits."""
+    return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE].rsplit(maxsplit=1)[0]} … (--json has all)"
 
 
 def _in_words(a: Analysis) -> list[tuple[str, str]]:
