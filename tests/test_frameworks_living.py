@@ -78,12 +78,8 @@ def test_collectives_and_saves_are_those_of_the_living_workers(workers, tmp_path
     assert len(list(tmp_path.glob("*/*.safetensors"))) == 2
     for found, errors in survivors(outcomes, 0):
         assert found == [1, 2, 3.0, 6.0, 4.0, 2.0, 8.0, 3.0, 6.0, 4]
-        assert errors[0].startswith("with faults= there is no reduction 'band': choose one of ['avg', 'max', 'min', 'product'")
-        assert (
-            errors[1]
-            .removeprefix("worker 2: ")
-            .startswith("with faults= collectives carry tensors, arrays, numbers, texts, paths, and lists, tuples and dicts")
-        )
+        assert "with faults= there is no reduction 'band': choose one of ['avg', 'max', 'min', 'product'" in errors[0]
+        assert "with faults= collectives carry tensors, arrays, numbers, texts, paths, and lists, tuples and dicts" in errors[1]
 
 
 def broadcasts(rank: int, n: int) -> Any:
@@ -265,7 +261,7 @@ def test_fabric_continues(workers, tmp_path):
     found = survivors(workers.outcomes(N, fabric_trains, tmp_path), 0)
     for rank, one in zip((1, 2, 3), found, strict=True):
         assert (one.total, one.gathered, one.alone) == (6.0, [1, 2, 3], [rank])
-        assert one.error == "workers have died in an earlier training, which a new one needs: start all workers again."
+        assert one.error.startswith("RuntimeError: workers have died in an earlier training")
         assert all(torch.equal(a, b) for a, b in zip(one.params, found[0].params, strict=True))
     saved = torch.load(tmp_path / "fabric.ckpt")
     assert saved["decent_dp"]["workers"] == N - 1
