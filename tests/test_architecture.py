@@ -300,7 +300,7 @@ LINES = {
     "replica": (5670, 2500),
     "backward": (745, 526),  # with _gossip and ddp 1,600
     "checkpoint": (2389, 1900),
-    "launch": (877, 500),
+    "launch": (876, 500),
     "logging": (667, 350),
     "integrations": (1834, 1200),
     "tools": (6094, 4500),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import sys
 from collections.abc import Callable
 from multiprocessing import spawn as preparing
 from typing import Any
@@ -13,7 +12,6 @@ import torch.distributed as dist
 
 from decent_dp._checks import install_hint
 from decent_dp.launch.group import initialize_dist
-from decent_dp.launch.script import note
 
 __all__ = ["dumped", "main"]
 
@@ -45,16 +43,12 @@ def dumped(values: Any, by_value: bool) -> bytes:
 
 def main(folder: str) -> None:
     """Calls what is in the file ``call`` of the folder, and writes the pickled result to the file with this rank for a name."""
-    try:
-        with open(os.path.join(folder, "call"), "rb") as file:
-            by_value, parents = pickle.load(file)
-            preparing.prepare(parents)  # its main module, under the name that its functions were pickled with
-            initialize_dist()
-            fn, args = pickle.load(file)
-        result = dumped(fn(*args), by_value)
-    except BaseException as error:
-        note(error, own=(__file__,))  # while the frames still live: what ends with them, the others will notice later
-        sys.exit(1)
+    with open(os.path.join(folder, "call"), "rb") as file:
+        by_value, parents = pickle.load(file)
+        preparing.prepare(parents)  # its main module, under the name that its functions were pickled with
+        initialize_dist()
+        fn, args = pickle.load(file)
+    result = dumped(fn(*args), by_value)
     path = os.path.join(folder, os.environ["RANK"])
     with open(f"{path}.part", "wb") as file:
         file.write(result)

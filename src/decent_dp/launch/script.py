@@ -32,9 +32,14 @@ def main(argv: list[str]) -> None:
     # torchrun's names.
     os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"], *argv = argv
     if argv[0] == "--call":
-        from decent_dp.launch import called
+        try:
+            from decent_dp.launch import called
 
-        called.main(argv[1])
+            called.main(argv[1])
+        except BaseException as error:
+            # While the frames still live: what ends with them, the others will notice later.
+            note(error, own=(__file__, os.path.join(os.path.dirname(__file__), "called.py")))
+            sys.exit(1)
         return
     module = argv[0] == "-m"
     sys.argv = argv[1:] if module else argv
