@@ -66,10 +66,8 @@ def call_on_all(control: Collectives, attempt: Callable[[], T]) -> T:
 
 
 def check_consistency(control: Collectives, rank: int, attempt: Callable[[], tuple[T, dict[str, Any]]]) -> T:
-    """As ``call_on_all``, for an ``attempt`` that also returns a signature, which must be equal on all workers.
-
-    A signature is JSON with some of these keys: 'model' (see ``model_signature``), 'topology', 'settings' and 'optimizers'
-    (dicts by name).
+    """As ``call_on_all``, for an ``attempt`` that also returns a signature, which must be equal on all workers: JSON with some
+    of the keys 'model' (``model_signature``), 'topology', 'settings' and 'optimizers' (dicts by name).
 
     Raises:
         DisagreementError: on all workers; names the first difference from worker 0. Of a rate that differs all warn.
@@ -129,14 +127,11 @@ def among_the_same(control: Collectives, call: Callable[[], T]) -> T:
 def wait_for_all(
     transport: Transport, name: str, agreed: Future[Mapping[int, str]], timeout: float, what: str, late: str
 ) -> Mapping[int, str]:
-    """Waits until all workers have contributed to an agreement; where faults are tolerated, all that live.
+    """The texts, by rank, of an agreement to which all workers contribute; where faults are tolerated, all that live.
 
     Args:
-        name, agreed: of the agreement. ``what``: needs it, for errors. ``timeout``: in seconds.
+        what: needs it, for errors. ``timeout``: in seconds.
         late: a worker's failure to contribute in time, as the predicate of a sentence, for the error.
-
-    Returns:
-        The texts, by rank.
 
     Raises:
         PeerLostError: a worker is gone, and faults are not tolerated; or the others have gone on without this one.
@@ -163,15 +158,8 @@ def texts_of(transport: Transport, agreed: Future[Mapping[int, str]], what: str)
 
 
 def check_same_call(control: Collectives, round_: int, factor: float, what: str, members: Members) -> list[int]:
-    """Checks, before a collective call of the user's named ``what``, that all workers make this one, at the same round.
-
-    Args:
-        round_: of this worker.
-        factor: the adaptive factor. Different factors would let the mean over the replicas drift.
-        members: of the run.
-
-    Returns:
-        The rounds of all.
+    """Checks, before a collective call of the user's named ``what``, that all workers make this one, at the same round and with
+    the same adaptive factor: different ones would let the mean over the replicas drift. Returns the rounds of all.
 
     Raises:
         PeerTimeoutError: not all workers made the call.

@@ -154,12 +154,9 @@ def shut_down(engine: Engine, transport: Transport, epochs: Epochs | None, owner
     if threading.current_thread() not in (owner, threading.main_thread()):
         # The garbage collector may call this in any thread. In a transport's thread, or in one that trains another replica,
         # waiting for the exchange would deadlock.
-        threading.Thread(target=_shut_down, args=(engine, transport, epochs), name="decent_dp-shutdown").start()
-    else:
-        _shut_down(engine, transport, epochs)
-
-
-def _shut_down(engine: Engine, transport: Transport, epochs: Epochs | None) -> None:
+        args = engine, transport, epochs
+        threading.Thread(target=lambda: shut_down(*args, threading.current_thread()), name="decent_dp-shutdown").start()
+        return
     error = getattr(sys, "last_value", None)  # the exception that ends the interpreter, if any
     if error is not None:
         transport.report(f"{type(error).__name__} in round {engine.round}: {error}")

@@ -104,23 +104,18 @@ class Mean:
         parts = [*params, *(local(buffer) for buffer in buffers if is_sharded(buffer))]
         tensors = [*parts, *(buffer for buffer in buffers if not is_sharded(buffer))]
 
-        def average(tensors: Sequence[Tensor], counts: bool | None) -> list[Tensor]:
-            of_replica, of_worker = self._weights_if(counts)
-            distances = average_(self._control_of_part(), tensors[: len(parts)], of_replica)
-            average_(self._world.control, tensors[len(parts) :], of_worker)
-            return distances[: len(params)]
+        def average() -> tuple[list[Tensor], list[Tensor]]:
+            # Who dies half-way may leave some of them changed. Without faults nobody goes on then.
+            means = tensors if self._needs_all else [tensor.clone() for tensor in tensors]
+            of_replica, of_worker = self._weights_if(None if self._needs_all else counts)
+            distances = average_(self._control_of_part(), means[: len(parts)], of_replica)
+            average_(self._world.control, means[len(parts) :], of_worker)
+            return means, distances[: len(params)]
 
-        def average_copies() -> tuple[list[Tensor], list[Tensor]]:
-            copies = [tensor.clone() for tensor in tensors]
-            return copies, average(copies, counts)
-
-        if self._needs_all:
-            distances = average(tensors, None)
-            self._parameters.gather()
-            return distances
-        copies, distances = self._among_whole_replicas(average_copies)
-        for tensor, copy in zip(tensors, copies, strict=True):
-            tensor.copy_(copy)
+        means, distances = average() if self._needs_all else self._among_whole_replicas(average)
+        for tensor, value in zip(tensors, means, strict=True):
+            if value is not tensor:
+                tensor.copy_(value)
         self._parameters.gather()
         return distances
 
@@ -129,9 +124,8 @@ class Mean:
         control = self._world.control
         chosen = set(map(id, buffers))
         named = [(name, local(buffer)) for name, buffer in self._model.named_buffers() if id(buffer) in chosen]
-        param = next(
-            (name for name, t in zip(self._parameters.names, params, strict=False) if not all_finite(t.detach())), None
-        )
+        names = zip(self._parameters.names, params, strict=False)
+        param = next((name for name, t in names if not all_finite(t.detach())), None)
         found = control.gather([param, [name for name, t in named if bool(t.isnan().any())], uses_buffers])
         everywhere = set.intersection(*(set(names) for _, names, _ in found))
         are_used = any(used for _, _, used in found)
@@ -221,19 +215,20 @@ class Mean:
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Inside, the tensors have the replica's own values, which may be changed; afterwards they are the mean again."""
-        self._swap()
+
+        @torch.no_grad()
+        def swap() -> None:
+            self._parameters.locate()
+            for tensor, value in self.backup or ():
+                present = local(tensor).clone()
+                local(tensor).copy_(value)
+                value.copy_(present)
+
+        swap()
         try:
             yield
         finally:
-            self._swap()
-
-    @torch.no_grad()
-    def _swap(self) -> None:
-        self._parameters.locate()
-        for tensor, value in self.backup or ():
-            present = local(tensor).clone()
-            local(tensor).copy_(value)
-            value.copy_(present)
+            swap()
 
     @contextlib.contextmanager
     def preserved(self, tensors: Iterable[Tensor]) -> Iterator[None]:

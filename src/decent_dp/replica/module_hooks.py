@@ -91,10 +91,8 @@ class HookedModel(ABC):
 
 def state_names(model: nn.Module) -> Iterator[str]:
     """Yields the names of all parameters and buffers; tied tensors have several."""
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        yield name
-    for name, _ in model.named_buffers(remove_duplicate=False):
-        yield name
+    for named in (model.named_parameters, model.named_buffers):
+        yield from (name for name, _ in named(remove_duplicate=False))
 
 
 def called_first(model: nn.Module) -> Iterator[Any]:

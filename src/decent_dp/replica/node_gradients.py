@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -117,8 +116,11 @@ class NodeGradients:
         self.meet: Callable[[], object] = lambda: None
         # On a GPU, hooks of CPU and CUDA parameters run in different threads.
         self._lock = threading.RLock()
-        me, untyped = weakref.ref(self), list[Any](params)
-        self.hooks = [p.register_post_accumulate_grad_hook(partial(_came, me, i)) for i, p in enumerate(untyped)]
+        came, untyped = weakref.WeakMethod(self.came), list[Any](params)
+        self.hooks = [
+            param.register_post_accumulate_grad_hook(lambda _, i=i: call(i) if (call := came()) else None)
+            for i, param in enumerate(untyped)
+        ]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -189,16 +191,13 @@ class NodeGradients:
             me = weakref.ref(self)
             end = EndOfBackward(
                 lambda: gradients._end() if (gradients := me()) else None,
-                lambda: gradients._sum_at_end() if (gradients := me()) else None,
+                lambda: setattr(gradients, "_at_end", True) if (gradients := me()) else None,
             )
             end.queue()
             backward = self._backward = _Running(torch._C._current_graph_task_id(), weakref.ref(end))
             for bucket in self._buckets:
                 bucket.missing = len(bucket.params)
         return backward
-
-    def _sum_at_end(self) -> None:
-        self._at_end = True
 
     def _sum_next(self, backward: _Running) -> None:
         self._meet(backward)
@@ -246,11 +245,6 @@ class NodeGradients:
             size += nbytes
         self._buckets = [_GradientBucket([self._params[index] for index in indices]) for indices in found]
         self._bucket_of = {index: number for number, indices in enumerate(found) for index in indices}
-
-
-def _came(gradients: weakref.ref[NodeGradients], index: int, _: Tensor) -> None:
-    if (found := gradients()) is not None:
-        found.came(index)
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

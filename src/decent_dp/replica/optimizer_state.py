@@ -54,8 +54,7 @@ _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "base_momentums", 
 
 
 def _names_of(optimizer: Optimizer, model: nn.Module) -> list[str]:
-    names = {id(param): name for name, param in model.named_parameters()}
-    params = params_of(optimizer)
+    names, params = {id(param): name for name, param in model.named_parameters()}, params_of(optimizer)
     for number, param in enumerate(params):
         if id(param) not in names:
             raise ValueError(
@@ -158,11 +157,7 @@ def _by_group(optimizer: Optimizer, names: Sequence[str]) -> list[list[str]]:
 
 
 def _parts(state: Any, param: Any, name: str) -> Any:
-    """Returns a parameter's state, with local parts in place of DTensors.
-
-    Raises:
-        ValueError: a DTensor is not placed as the parameter.
-    """
+    """A parameter's state, with local parts in place of DTensors, which have to be placed as the parameter."""
     place = (param.shape, param.placements, param.device_mesh) if is_sharded(param) else None
 
     def part(leaf: Any) -> Any:
@@ -242,10 +237,7 @@ def kind_of(objects: Sequence[Any]) -> str | None:
 def collect_optim_state(
     optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler | None], names: Mapping[int, str]
 ) -> dict[str, Any]:
-    """Returns the state of all buckets' optimizers and schedulers, without ``scaler`` and ``round``.
-
-    Args:
-        names: of the parameters, by id.
+    """Returns the state of all buckets' optimizers and schedulers, without ``scaler`` and ``round``. ``names``: by id.
 
     Raises:
         ValueError: an optimizer or a scheduler has state that belongs to no parameter; names it.
@@ -293,10 +285,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _examples(optimizers: Sequence[Optimizer]) -> list[int]:
-    """Returns, for every i, the number of the optimizer whose i-th group represents all i-th groups.
-
-    It is the first one with parameters in that group, or else the first one with that group.
-    """
+    """For every i, the number of the first optimizer with parameters in its i-th group, or else of the first that has one."""
     found = []
     for i in range(max((len(optimizer.param_groups) for optimizer in optimizers), default=0)):
         candidates = [n for n, optimizer in enumerate(optimizers) if len(optimizer.param_groups) > i]
@@ -347,11 +336,7 @@ def load_optim_state(
     *,
     exact: bool = False,
 ) -> None:
-    """Loads a checked dict into the buckets' optimizers and schedulers.
-
-    Args:
-        undo: reverts what is loaded into the optimizers.
-        exact: as of ``_load``. The parameters must have the same shapes and dtypes.
+    """Loads a checked dict into the buckets' optimizers and schedulers. ``undo`` reverts what is loaded into the optimizers.
 
     Raises:
         ValueError: a state is of another kind than the optimizer needs; names the parameter.

@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.utils._pytree import tree_map
 
 from decent_dp.engine import Bucket
@@ -267,10 +266,27 @@ def _check(replica: Replica, snapshot: dict[str, Any]) -> None:
         raise ValueError(f"this is not a snapshot of a replica: it has no entry {', '.join(map(repr, sorted(missing)))}")
     model = replica.model
     check_engine_state(replica, snapshot)
-    _check_tensors("parameter", snapshot["parameters"], {name: local(param) for name, param in model.named_parameters()})
-    _check_tensors("buffer", snapshot["buffers"], {name: local(buffer) for name, buffer in model.named_buffers()})
-    _check_names("extra state of the module", snapshot["extra_state"], _with_extra_state(model))
-    _check_gradients(snapshot["grads"], dict(zip(replica.parameters.names, replica.parameters.params, strict=True)))
+    for what, saved, own in (
+        ("parameter", snapshot["parameters"], dict(model.named_parameters())),
+        ("buffer", snapshot["buffers"], dict(model.named_buffers())),
+        ("extra state of the module", snapshot["extra_state"], _with_extra_state(model)),
+    ):
+        for name in own:
+            if name not in saved:
+                raise ValueError(f"{what} '{name}' is not in the snapshot: it was saved from another model")
+        for name in saved:
+            if name not in own:
+                raise ValueError(f"the snapshot has the {what} '{name}', and this model has none of that name")
+        for name, tensor in own.items():
+            if isinstance(tensor, Tensor):
+                _check_described(f"{what} '{name}'", saved[name], _described(local(tensor)))
+    params = dict(zip(replica.parameters.names, replica.parameters.params, strict=True))
+    for name, grad in snapshot["grads"].items():
+        if name not in params:
+            raise ValueError(f"the snapshot has a gradient of '{name}', which is not a trainable parameter of this model")
+        # Newer versions of torch let gradients have a dtype of their own; None stands for any.
+        dtype = getattr(params[name], "grad_dtype", params[name].dtype) or getattr(grad, "dtype", None)
+        _check_described(f"the gradient of '{name}'", grad, _described(local(params[name]), dtype))
     replica._check_entries(snapshot)
 
 
@@ -324,31 +340,6 @@ def _write(replica: Replica, snapshot: dict[str, Any]) -> None:
     for name, param in zip(replica.parameters.names, replica.parameters.params, strict=True):
         grad = snapshot["grads"].get(name)
         param.grad = None if grad is None else placed(_like(grad, local(param)), param)
-
-
-def _check_gradients(saved: Mapping[str, Any], params: Mapping[str, Parameter]) -> None:
-    for name, grad in saved.items():
-        if name not in params:
-            raise ValueError(f"the snapshot has a gradient of '{name}', which is not a trainable parameter of this model")
-        param = params[name]
-        # Newer versions of torch let gradients have a dtype of their own; None stands for any.
-        dtype = getattr(param, "grad_dtype", param.dtype) or getattr(grad, "dtype", None)
-        _check_described(f"the gradient of '{name}'", grad, _described(local(param), dtype))
-
-
-def _check_names(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    for name in own:
-        if name not in saved:
-            raise ValueError(f"{what} '{name}' is not in the snapshot: it was saved from another model")
-    for name in saved:
-        if name not in own:
-            raise ValueError(f"the snapshot has the {what} '{name}', and this model has none of that name")
-
-
-def _check_tensors(what: str, saved: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
-    _check_names(what, saved, own)
-    for name, tensor in own.items():
-        _check_described(f"{what} '{name}'", saved[name], _described(tensor))
 
 
 def _check_described(what: str, saved: Any, own: str) -> None:
