@@ -25,7 +25,7 @@ from decent_dp.membership import Epoch, runs
 from decent_dp.membership.epoch_store import EpochStore, Promise, newest_epoch
 from decent_dp.membership.runs import Reach, Run, look_at_run, reach, register
 from decent_dp.tools.cli.app import run as command
-from decent_dp.transport.rendezvous import Rendezvous, RunRecord, address_key, network_stack
+from decent_dp.transport.rendezvous import Rendezvous, RunRecord, address_key, bind_to_secret, network_stack
 from decent_dp.transport.store import StoreClient, add_to, whole_store
 from tests.helpers import SilentStore
 
@@ -256,6 +256,55 @@ def test_what_an_address_tells(living):
     for address, expected in ((GONE, Reach.GONE), ({}, Reach.GONE), (None, Reach.UNKNOWN), (FAR, Reach.UNKNOWN)):
         assert reach(address) is expected
     assert network_stack() is None or reach(own) is Reach.GONE
+
+
+def test_what_join_is_given_is_checked(server, monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for arguments, error, text in (
+        ({"encrypt": "yes"}, TypeError, "encrypt must be None"),
+        *(({"store": store}, ValueError, "store must be HOST:PORT") for store in (None, "here", ":1", "a:b")),
+        ({"store": 7}, TypeError, "store must be HOST:PORT"),
+    ):
+        with pytest.raises(error, match=text):
+            decent_dp.join(**arguments)  # type: ignore[arg-type]
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        with pytest.raises(PeerLostError, match=r"^no store answers at 127\.0\.0\.1.*refused\)\. It must be that of the run"):
+            decent_dp.join(f"127.0.0.1:{unused.getsockname()[1]}")
+    monkeypatch.setattr(runs, "_FREE", 0.2)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    for address in (None, address_of(server)):
+        with pytest.raises(PeerLostError, match=r"^no run is registered at this store"):
+            decent_dp.join(address)
+
+    def write(**record: Any) -> None:
+        server.set(f"decent_dp/{A}/run", json.dumps({**RECORD, **record}))
+
+    line_of(server, A, "exp").register()
+    write(places=2)
+    with pytest.raises(PeerLostError, match=r"^the run has 2 members, and no place for more.*max_workers=\.\.\.\) above 2"):
+        decent_dp.join()
+    write()
+    for rank in (3, -1, "x"):
+        with pytest.raises(ValueError, match="rank must be from 0 to 2, as this run can have 3 workers"):
+            decent_dp.join(rank=rank)  # type: ignore[arg-type]
+    monkeypatch.setenv("RANK", "1")
+    assert runs._look_for_a_place(None, None, None)[1] == 1
+    for encrypt in (True, False):
+        with pytest.raises(ValueError, match=f"encrypt={encrypt}, and the run at the store was started with encrypt=None"):
+            decent_dp.join(encrypt=encrypt)
+    # With a secret nobody else can say that the run is not encrypted.
+    monkeypatch.setenv("DECENT_DP_SECRET", "long and random")
+    mac = bind_to_secret(json.dumps(RECORD, sort_keys=True))
+    for others, error, text in (
+        ({}, ValueError, "was started with"),
+        ({"encrypt": False}, PeerLostError, "was not written by a worker that knows"),
+    ):
+        write(mac=mac, **others)
+        with pytest.raises(error, match=text):
+            decent_dp.join(encrypt=True)
 
 
 # -- a store in trouble ----------------------------------------------------------------------------------------------------
