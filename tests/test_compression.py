@@ -74,9 +74,12 @@ class Pair:
     def send_hint(self) -> list[bytes]:
         return [compression.hint(values) for compression, values in zip(self.compressions, self.values, strict=True)]
 
-    def meet(self, round_: int = 0, hints: list[bytes] | None = None) -> tuple[list[Tensor], list[Tensor]]:
+    def messages(self, round_: int = 0, hints: list[bytes] | None = None) -> list[Tensor]:
         hints = self.send_hint() if hints is None else hints
-        messages = [encode(self.compressions[i], self.values[i], hints, round_, i) for i in range(2)]
+        return [encode(self.compressions[i], self.values[i], hints, round_, i) for i in range(2)]
+
+    def meet(self, round_: int = 0, hints: list[bytes] | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        messages = self.messages(round_, hints)
         return decode(self.compressions[0], *messages), decode(self.compressions[1], *reversed(messages))
 
     def step(self, block: int = 0) -> float:
@@ -155,7 +158,7 @@ def test_mixing_adds_the_differences(kind, dtype):
     a, b = [randn(300, 1, dtype), randn(7, 2, dtype)], [randn(300, 3, dtype), randn(7, 4, dtype)]
     a[0][0], b[0][0] = -0.0, 1.0
     pair = Pair(a, b, kind)
-    messages = [encode(pair.compressions[i], pair.values[i], hints, 0, i) for hints in [pair.send_hint()] for i in range(2)]
+    messages = pair.messages()
     kept = [value.clone() for value in a]
     pair.compressions[0].mix(a, *messages, 0.0)
     assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(a, kept, strict=True))
@@ -196,22 +199,16 @@ def test_chunks_contain_every_element_once(kind, sizes, dtype):
         assert chunk.start == end
         assert chunk.start % 8 == 0
         assert 0 < sum(block.numel for block in chunk.blocks) <= BLOCK
-        taken = sorted(
-            (start, stop) for block in chunk.blocks for start, stop in _bytes_of(block, itemsize, compression._record)
-        )
+        taken = [(block.at, block.at + block.numel * itemsize) for block in chunk.blocks]
+        if compression._record:
+            taken += [(block.record, block.record + compression._record) for block in chunk.blocks]
+        taken.sort()
         assert taken[0][0] == chunk.start
         assert all(one[1] <= other[0] for one, other in itertools.pairwise(taken))
         flag = 8 if chunk is compression.chunks[-1] else 0
         assert taken[-1][1] + flag <= chunk.stop < taken[-1][1] + flag + 8
         end = chunk.stop
     assert compression.nbytes == end
-
-
-def _bytes_of(block, itemsize: int, record: int):
-    yield block.at, block.at + block.numel * itemsize
-    if record:
-        assert block.record % 8 == 0
-        yield block.record, block.record + record
 
 
 @KINDS_AND_DTYPES
@@ -264,11 +261,7 @@ def test_empty_and_scalar_parameters(kind):
 def test_proposals_equal_the_decoded_message(kind, dtype):
     a, b = [randn(BLOCK + 5, 1, dtype), randn(3, 2, dtype)], [randn(BLOCK + 5, 3, dtype), randn(3, 4, dtype)]
     pair = Pair(a, b, kind)
-    hints = pair.send_hint()
-    messages = [
-        encode(compression, values, hints, 0, i)
-        for i, (compression, values) in enumerate(zip(pair.compressions, pair.values, strict=True))
-    ]
+    messages = pair.messages()
     stand_for = []
     for i in range(2):
         flat = [torch.zeros(len(x), dtype=torch.float64) for x in a]
@@ -398,28 +391,6 @@ def test_larger_distances_are_detected_by_both_ends(steps):
         assert (there == 12345).all()
         assert (back == 12345).all()
         assert pair.rejected == [1, 1]
-
-
-@settings(max_examples=80)
-@given(
-    turns=st.lists(st.tuples(st.integers(0, 63), st.integers(-3, 3)), min_size=1, max_size=8),
-    small=st.integers(-127, 127),
-)
-def test_turns_that_cancel_are_detected(turns, small):
-    """Multiples of 256 steps leave every code as it is, and may cancel in a plain sum."""
-    pair = narrow(small)
-    moved = torch.zeros(64)
-    for place, count in turns:
-        moved[place] += 256 * count
-        moved[(place + 17) % 64] -= 256 * count
-    pair.values[1][0] += moved
-    [there], [back] = pair.meet(0, ONE)
-    if moved.any():
-        assert (there == 12345).all()
-        assert (back == 12345).all()
-        assert pair.rejected == [1, 1]
-    else:
-        assert (there == small).all()
 
 
 @pytest.mark.parametrize("size", [1000, BLOCK])
@@ -644,15 +615,8 @@ def test_a_block_that_was_not_finite_recovers():
     for round_ in range(4):
         spoilt = round_ == 2
         pair.values[1] = [a + (math.nan if spoilt else 0.5)]
-        hints = pair.send_hint()
-        messages = [
-            encode(compression, values, hints, round_, rank)
-            for rank, (compression, values) in enumerate(zip(pair.compressions, pair.values, strict=True))
-        ]
-        assert [flag_of(message) for message in messages] == [
-            0,
-            2 * spoilt,
-        ]
+        messages = pair.messages(round_)
+        assert [flag_of(message) for message in messages] == [0, 2 * spoilt]
         if not spoilt:
             [there] = decode(pair.compressions[0], *messages)
             decode(pair.compressions[1], *reversed(messages))
@@ -790,10 +754,10 @@ def test_a_group_on_bfloat16_keeps_the_progress_of_one_member(tree):
 
 
 @pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.parametrize("who", range(4))
-def test_a_member_out_of_range_rejects_for_all(who, tree):
+def test_a_member_out_of_range_rejects_for_all(tree):
+    """That block alone, and in that round alone."""
     members = [[torch.arange(50.0), torch.arange(9.0)] for _ in range(4)]
-    members[who][0][5] += 512
+    members[2][0][5] += 512
     group = Group(members, Int8)
     for differences in group.meet(0, [bytes(2)] * 4, tree):
         assert (differences[0] == 12345).all()
@@ -868,15 +832,12 @@ def test_names_of_compressions():
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("int", "'int8'"),
         ("bf16", "'bfloat16'"),
         ("Int8", "'int8'"),
         ("float32", None),
         ("fp32", None),
-        ("morse", None),
         (8, None),
         (torch.int8, "'int8'"),
-        (["int8"], "'int8'"),
     ],
 )
 def test_an_unknown_compression(name, hint):
@@ -895,25 +856,11 @@ def test_a_value_too_large_for_the_lattice_is_not_mixed(size):
     a[0][7] = 1e30
     b = [a[0].clone(), a[1] + 3]
     b[0][3] += 256
-    pair = [compression_of(values, Int8) for values in (a, b)]
-    messages = [encode(pair[rank], values, [bytes(2)], rank=rank) for rank, values in enumerate((a, b))]
-    assert [flag_of(message) for message in messages] == [0, 0]
-    for own, sent, received, sign in ((pair[0], *messages, 1), (pair[1], *reversed(messages), -1)):
-        first, second = decode(own, sent, received)
+    pair = Pair(a, b, fresh=True)
+    assert [flag_of(message) for message in pair.messages(0, [bytes(2)])] == [0, 0]
+    for (first, second), sign in zip(pair.meet(0, [bytes(2)]), (1, -1), strict=True):
         assert (first == 12345).all()
         assert (second == 3 * sign).all()
-
-
-def test_a_value_that_is_not_finite_shows_wherever_it_is_in_a_chunk():
-    sizes = [10, 9000, 10]
-    for tensor in range(3):
-        values = [randn(size, i) for i, size in enumerate(sizes)]
-        values[tensor][3] = math.nan
-        compression = compression_of(values, Int8)
-        assert len(compression.chunks) == 1
-        message = encode(compression, values, [compression.hint(values)], rank=4)
-        assert flag_of(message) == 5
-        assert compression.first_nonfinite(message) == (tensor, 0)
 
 
 @pytest.mark.parametrize("limit", [2**7 - 1, 2**15, LARGEST_NUMBER - 1])

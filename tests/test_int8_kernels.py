@@ -17,7 +17,6 @@ from torch import Tensor
 from decent_dp.compression import FlatTensor, Int8, MessageId, flag_of
 from decent_dp.compression.blockwise import _BLOCK_ON_CPU as BLOCK
 from decent_dp.compression.lattice import LARGEST_NUMBER, Lattice, load_numba
-from decent_dp.compression.stochastic_rounding import noise_at, noise_starts, noise_table
 from tests.helpers import some_in_the_fast_tests
 
 pytestmark = pytest.mark.skipif(load_numba() is None, reason="needs Numba that compiles")
@@ -135,22 +134,6 @@ def test_messages_and_values_are_the_same(sizes, dtype):
     assert seen == ({False, True} if sizes else {False})
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_any_layout(seed):
-    draw = np.random.default_rng(seed)
-    sizes = [int(2 ** draw.uniform(0, 17.5)) for _ in range(draw.integers(1, 9))]
-    scale = [10.0 ** draw.uniform(-6, 6) for _ in sizes]
-    values = [randn(size, i) * unit for i, (size, unit) in enumerate(zip(sizes, scale, strict=True))]
-    distance = 10.0 ** draw.uniform(-6, 0)
-    a, b = Twins(values), Twins([value * (1 + distance * randn(len(value), 50 + i)) for i, value in enumerate(values)])
-    for round_ in range(4):
-        hints = [a.hint(), b.hint()]
-        sent = [twins.encode(MessageId(2**40 + round_, rank), hints) for rank, twins in enumerate((a, b))]
-        a.mix(*sent, 0.5)
-        b.mix(*reversed(sent), 0.5)
-    assert a.forms[0].rejected == b.forms[0].rejected
-
-
 SPECIAL = {
     "infinity": math.inf,
     "minus infinity": -math.inf,
@@ -221,19 +204,6 @@ def test_messages_that_do_not_belong_together(size):
         a.mix(sent[0], other, 0.5)
 
 
-def test_128_steps_down_are_128_up():
-    """Of all wrapped differences this one alone has the same sign on both ends, so that neither may mix it."""
-    a, b = Twins([torch.full((400,), 200.0)]), Twins([torch.full((400,), 200.0)])
-    hint = bytes(1)  # steps of 1
-    for apart, decoded in ((127, 1), (128, 0)):
-        for values in b.values:
-            values[0][7] = 200.0 - apart
-        sent = [twins.encode(MessageId(0, rank), [hint]) for rank, twins in enumerate((a, b))]
-        assert a.differences(*sent) == b.differences(*reversed(sent)) == decoded
-    a.mix(*sent, 0.5)
-    assert torch.equal(a.values[0][0], torch.full((400,), 200.0))
-
-
 @pytest.mark.parametrize("sizes", SIZES[:-1], ids=str)
 @pytest.mark.parametrize("distance", [1e-3, 30.0])
 def test_means_of_groups(sizes, distance):
@@ -252,17 +222,6 @@ def test_means_of_groups(sizes, distance):
             results.append(out)
         assert torch.equal(*results)
     members[0].mix(messages[0], results[0], 0.75)
-    # The farthest member counts, which the mean's records tell, in both ways to use it.
-    ranges = []
-    for mixes in (True, False):
-        form = Int8(members[1].forms[0].tensors, torch.float32, CPU)
-        [*form.encode(base, torch.empty_like(messages[0]), MessageId(4, 1), hints)]
-        if mixes:
-            form.mix([value.clone() for value in base], messages[0], results[0], 0.5)
-        else:
-            assert len([*form.differences(messages[0], results[0])]) == len(form._blocks)
-        ranges.append([own["ranges"].clone() for own in form.state()])
-    assert all(same(one, other) for one, other in zip(*ranges, strict=True))
 
 
 def test_values_that_are_made_when_they_are_read():
@@ -314,15 +273,6 @@ def test_a_write_is_announced():
         a.forms[0].mix([parameter.detach()], *sent, 0.5)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_the_places_of_noise():
-    index, start = np.array([0, 5, 2**31]), np.array([0, BLOCK, 2**33])
-    table = noise_table(torch.float32, CPU)
-    for what in ((0, 0), (7, 3), (2**50, -1)):
-        for place, one, other in zip(noise_starts(what, index, start).tolist(), index.tolist(), start.tolist(), strict=True):
-            expected = noise_at(100, torch.float32, CPU, *what, one, other)
-            assert torch.equal(table[place : place + 100], expected)
 
 
 def test_other_threads_go_on_meanwhile():

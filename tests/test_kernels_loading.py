@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,30 +90,3 @@ def test_a_cache_that_cannot_be_used(failure, monkeypatch, tmp_path):
         for path in files:
             path.write_bytes(path.read_bytes()[:40])
     assert compiled("int64(int64, int64)")(add)(2, 3) == 5
-
-
-# What two processes of training would load: kernels, their messages and mixed values.
-_CODES = "import sys; from tests.test_kernels_loading import message; sys.stdout.write(message().hex())"
-
-
-@pytest.mark.slow
-def test_processes_that_compile_at_the_same_time(tmp_path):
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-    root = Path(__file__).parents[1]
-
-    def together(count: int) -> set[str]:
-        running = [
-            subprocess.Popen([sys.executable, "-c", _CODES], env=environment, cwd=root, stdout=subprocess.PIPE, text=True)
-            for _ in range(count)
-        ]
-        found = {process.communicate(timeout=300)[0] for process in running}
-        assert [process.returncode for process in running] == [0] * count
-        return found
-
-    expected = message().hex()
-    assert together(4) == {expected}
-    files = sorted(path.name for path in tmp_path.rglob("*.nb?"))
-    assert len(files) == 4
-    assert together(2) == {expected}
-    assert files == sorted(path.name for path in tmp_path.rglob("*.nb?"))
-    assert not list(tmp_path.rglob("*.tmp.*"))

@@ -21,7 +21,6 @@ from decent_dp import DecentralizedDataParallel
 from decent_dp.compression import FlatTensor, LowRank, MessageId, check_compression
 from decent_dp.compression.low_rank import _digest_of
 from decent_dp.engine.layout import TensorSpec
-from decent_dp.errors import DisagreementError
 from decent_dp.tools.sim import VirtualCluster
 from decent_dp.topo import Edge, Topology, make_topology
 from decent_dp.topo.schedule import largest_group, meetings
@@ -381,46 +380,16 @@ def test_the_sum_over_the_others_is_the_replica_and_the_difference():
             assert np.linalg.matrix_rank((others - own).numpy(), tol=1e-5) <= 2
 
 
-@pytest.mark.slow
-def test_replicas_learn_and_come_together():
-    """Eight replicas on half a byte per ten parameters: against replicas that do not mix."""
-    distances, losses = {}, {}
-    x = torch.randn(512, 16, generator=torch.Generator().manual_seed(1))
-    y = net(5)(x).detach()
-    for name in ("low-rank:1,int8", None):
-        cluster = VirtualCluster(
-            net(0),
-            partial(torch.optim.SGD, lr=0.2),
-            "base-2",
-            8,
-            loss_fn=lambda model, x, y: (model(x) - y).square().mean(),
-            compression=name,
-        )
-        if name is None:
-            cluster.set_adaptive_factor(0.0)
-        for t in range(120):
-            chosen = torch.randint(512, (8, 4), generator=torch.Generator().manual_seed(t))
-            cluster.step(x[chosen], y[chosen])
-        distances[name] = cluster.consensus_distance()
-        with torch.no_grad():
-            losses[name] = float((cluster.mean_model()(x) - y).square().mean())
-    assert distances["low-rank:1,int8"] < 0.4 * distances[None]
-    assert losses["low-rank:1,int8"] < 1.1 * losses[None]
-
-
 # -- what is refused -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["low-rank", "low-rank:", "low-rank:0", "low-rank:-1", "low-rank:2,", "low-rank:2,float32"])
-def test_names_that_are_none(name):
+def test_names(name):
     with pytest.raises(ValueError, match=r"'low-rank:R' sends projections of rank R.*Got"):
         check_compression(name)
-
-
-def test_one_class_for_one_name():
-    assert check_compression("low-rank:2,int8") is check_compression("low-rank:2,int8")
-    assert check_compression("low-rank:2,int8").name == "low-rank:2,int8"
-    assert check_compression("low-rank:2").needs_hints is False
+    kind = check_compression("low-rank:2,int8")
+    assert kind is check_compression("low-rank:2,int8")
+    assert (kind.name, kind.needs_hints, check_compression("low-rank:2").needs_hints) == ("low-rank:2,int8", True, False)
 
 
 @pytest.mark.parametrize("topology", ["complete", "complete:4,base-2", "hierarchical"])
@@ -604,34 +573,6 @@ def test_a_group_that_comes_late_is_an_error_on_all_workers():
         return str(error.value)
 
     assert len(set(run_replicas(6, work))) == 1
-
-
-@pytest.mark.parametrize("optim", [torch.optim.AdamW, decent_dp.GossipAdamW])
-def test_short_parts_of_a_composition(optim):
-    """Statistics, which are exchanged more rarely, are exchanged at least once in each part."""
-
-    def work(at: InProcessTransport) -> bool:
-        model = net(0)
-        optimizer = optim(model.parameters(), lr=0.01)
-        how: dict[str, Any] = {"topology": "ring:10,one-peer-exp", "compression": "low-rank:1,int8", "transport": at}
-        replica = decent_dp.gossip(model, optimizer, mix_every=2, **how)
-        train(model, optimizer, range(24), at.rank)
-        sent = replica.stats().bytes_sent
-        replica.close()
-        return sent > 0
-
-    with torch.random.fork_rng():
-        assert all(run_replicas(2, work))
-
-
-def test_workers_must_agree_on_the_rank():
-    def work(at: InProcessTransport) -> str:
-        with pytest.raises(DisagreementError) as error:
-            mixing(at, f"low-rank:{1 + at.rank}")
-        return str(error.value)
-
-    (message,) = set(run_replicas(2, work))
-    assert "compression is 'low-rank:1' on worker 0 and 'low-rank:2' on worker 1" in message
 
 
 def test_bases_end_with_the_edges_at_a_resume_with_other_workers(tmp_path):
