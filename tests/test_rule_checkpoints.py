@@ -18,14 +18,14 @@ from decent_dp._compressions import CODES
 from decent_dp.checkpoint import load, save
 from decent_dp.compression import COMPRESSIONS, Lossless, MessageId
 from decent_dp.ddp import DecentralizedDataParallel
-from decent_dp.replica.snapshot import put_back, settle, take
+from decent_dp.replica.snapshot import settle, take
 from decent_dp.rules import Gossip, MomentumTracking, OuterNesterov, Rule
 from decent_dp.topo import TopologyReg
 from decent_dp.transport import InProcessTransport, run_replicas
-from tests.checkpoint_cases import error_of, state
+from tests.checkpoint_cases import error_of
 from tests.helpers import SGD, loss, net, values
 from tests.law_cases import INNER, Case, Linear, Varying, loss_of, twin, whole
-from tests.resuming import MANY, Job, assert_equal, dumb_copy, go_on, run_through
+from tests.resuming import MANY, PAIRS, Job, assert_equal, dumb_copy, go_on, run_through, trained
 from tests.rule_cases import MomentumGossip, Scaled, settings_of_any_kind
 
 _ONE_AT_A_TIME = threading.Lock()
@@ -34,192 +34,104 @@ _ONE_AT_A_TIME = threading.Lock()
 # -- exact resumption -----------------------------------------------------------------------------------------------------
 
 STEPS = 9
-# With mix_every=3, four updates are in the middle of a window, and after six an exchange is in flight.
-STOPS = {"every third": (4, 6), "tracking, every third": (4, 6), "int8": (3, 6)}
-KINDS: dict[str, dict[str, Any]] = {
-    "every update": {"rule": OuterNesterov(momentum=0.6)},
-    "every third": {"rule": OuterNesterov(lr=0.5, momentum=0.8), "mix_every": 3},
-    "synchronous": {"rule": OuterNesterov(momentum=0.6), "mix_every": 3, "overlap": False},
-    "complete": {"rule": OuterNesterov(momentum=0.6), "mix_every": 2, "topology": "complete", "grad_clip_norm": 0.5},
-    "int8": {"rule": OuterNesterov(momentum=0.6), "compression": "int8", "mix_every": 2},
-    "tracking": {"rule": MomentumTracking(), "compression": "int8"},
-    "tracking, every third": {"rule": MomentumTracking(), "mix_every": 3},
-    "bfloat16": {"rule": OuterNesterov(momentum=0.5), "compression": "bfloat16", "param_as_bucket_view": False},
-    "momentum": {"rule": MomentumGossip(), "mix_every": 2},
-    "scaled": {"rule": Scaled(), "compression": "int8"},
-    "settings": {"rule": settings_of_any_kind()},
+# The updates before which a run stops: with mix_every=3, four are in the middle of a window, and after six an exchange is in
+# flight. Before the first one, and within a window of two, in "complete".
+KINDS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "every third": ({"rule": OuterNesterov(lr=0.5, momentum=0.8), "mix_every": 3}, (4, 6)),
+    "synchronous": ({"rule": OuterNesterov(momentum=0.6), "mix_every": 3, "overlap": False}, (5,)),
+    "complete": (
+        {"rule": OuterNesterov(momentum=0.6), "mix_every": 2, "topology": "complete", "grad_clip_norm": 0.5},
+        (0, 1, 4),
+    ),
+    "int8": ({"rule": OuterNesterov(momentum=0.6), "compression": "int8", "mix_every": 2}, (3, 6)),
+    "tracking, int8": ({"rule": MomentumTracking(), "compression": "int8"}, (5,)),
+    "tracking, every third": ({"rule": MomentumTracking(), "mix_every": 3}, (4, 6)),
+    "momentum": ({"rule": MomentumGossip(), "mix_every": 2}, (5,)),
+    "scaled": ({"rule": Scaled(), "compression": "int8"}, (5,)),
+    "settings": ({"rule": settings_of_any_kind()}, (5,)),
 }
-OTHER_BUCKETS = [{"bucket_size_in_mb": 1e-6}, {"param_as_bucket_view": False}, {}]
+OTHER_BUCKETS: list[dict[str, Any]] = [MANY, {"param_as_bucket_view": False}, {}]
 
 
-def make(kind: str, seed: int = 0, **options: Any) -> DecentralizedDataParallel:
-    return DecentralizedDataParallel(net(seed), SGD, **{"topology": "ring", **KINDS[kind], **options})
-
-
-def everything(model: DecentralizedDataParallel) -> dict[str, Any]:
-    """Everything that training has produced, and the rule's state, bit for bit."""
-    return {**state(model), "rule": dumb_copy(take(model.replica)["rule"])}
-
-
-def uninterrupted(rank: int, n: int, path: str, kinds: Sequence[str]) -> dict[str, Any]:
-    found = {}
-    for kind in kinds:
-        model = make(kind)
-        torch.manual_seed(rank)
-        for t in range(STEPS):
-            if t in STOPS.get(kind, (5,)):
-                save(model, f"{path}/{kind} {t}")
-            loss(model, t, rank).backward()
-        found[kind] = everything(model)
-        model.close()
-    return found
-
-
-def resumed(rank: int, n: int, path: str, kinds: Sequence[str]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {kind: [] for kind in kinds}
-    for i, kind in enumerate(kinds):
-        for stop in STOPS.get(kind, (5,)):
-            model = make(kind, 77 + rank, **OTHER_BUCKETS[(i + stop) % 3])
-            load(model, f"{path}/{kind} {stop}")
-            assert model.stats().rounds == stop
-            for t in range(stop, STEPS):
-                if t in STOPS.get(kind, (5,)):  # as the run that continued
-                    settle(model.replica)
-                loss(model, t, rank).backward()
-            found[kind].append(everything(model))
-            model.close()
-    return found
-
-
-def comparable(found: dict[str, Any]) -> dict[str, Any]:
-    # Random draws of Python and NumPy are not seeded here.
-    return {key: value for key, value in found.items() if key not in ("draws", "rule")}
-
-
-@pytest.mark.parametrize(
-    "kinds",
-    [["int8", "tracking"], pytest.param([*KINDS], marks=pytest.mark.slow)],
-    ids=["some", "all"],
-)
-def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(workers, tmp_path, kinds):
-    whole = workers(2, uninterrupted, str(tmp_path), kinds)
-    parts = workers(2, resumed, str(tmp_path), kinds)
-    for rank in range(2):
-        for kind in kinds:
-            for stop, part in zip(STOPS.get(kind, (5,)), parts[rank][kind], strict=True):
-                where = f"{kind}, stopped at {stop}, worker {rank}"
-                assert_equal(part["rule"], whole[rank][kind]["rule"], where)
-                assert comparable(part) == comparable(whole[rank][kind]), where
-            saved = whole[rank][kind]["rule"]
-            assert saved["kind"] == type(KINDS[kind]["rule"]).__name__
-            is_saved = KINDS[kind]["rule"].is_saved
-            assert saved["state"].keys() == (dict(net().named_parameters()).keys() if is_saved else set())
-
-
-@pytest.mark.parametrize(
-    ("compression", "stops"),
-    [
-        ("int8", (3,)),
-        *(pytest.param(compression, range(6), marks=pytest.mark.slow) for compression in (None, "int8")),
-    ],
-)
-def test_snapshots_at_every_update(compression, stops):
-    """Of threads: before each update, the first one and those of a window included; the same buckets and others."""
-    job = Job({"topology": "one-peer-exp", "compression": compression, "rule": OuterNesterov(momentum=0.6), "mix_every": 2})
-    through = run_replicas(4, lambda at: run_through(job, at, at.rank, 6, range(6)))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(kind):
+    """With the rule's state, in other buckets."""
+    options, stops = KINDS[kind]
+    job = Job({"topology": "ring", **options})
+    through = run_replicas(2, lambda at: run_through(job, at, at.rank, STEPS, stops))
     for stop in stops:
-        for options in ({}, MANY) if stop % 2 else ({"param_as_bucket_view": False},):
 
-            def again(at: InProcessTransport, stop: int = stop, options: Any = options) -> Any:
-                return go_on(job, at, at.rank, range(stop, 6), through[at.rank][0][stop], range(6), **options)
+        def again(at: InProcessTransport, stop: int = stop) -> Any:
+            later = [t for t in stops if t > stop]  # as the run that continued
+            return go_on(job, at, at.rank, range(stop, STEPS), through[at.rank][0][stop], later, **OTHER_BUCKETS[stop % 3])
 
-            for rank, (losses, end) in enumerate(run_replicas(4, again)):
-                assert_equal(losses, through[rank][1][stop:], f"stopped at {stop}, worker {rank}")
-                assert_equal(end, through[rank][2], f"stopped at {stop}, worker {rank}")
+        for (snapshots, losses, end), (losses_again, end_again) in zip(through, run_replicas(2, again), strict=True):
+            assert_equal(losses_again, losses[stop:], f"stopped at {stop}")
+            assert_equal(end_again, end, f"stopped at {stop}")
+            rule = snapshots[stop]["rule"]
+            assert rule["kind"] == type(options["rule"]).__name__
+            assert bool(rule["state"]) == (options["rule"].is_saved and stop > 0)
 
 
 # -- other rules, other topologies -----------------------------------------------------------------------------------------
 
 
-def other_rules(rank: int, n: int, path: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, rule in {"outer": OuterNesterov(momentum=0.6), "plain": None}.items():
-        model = DecentralizedDataParallel(net(), SGD, topology="ring", rule=rule)
-        for t in range(4):
-            loss(model, t, rank).backward()
-        save(model, f"{path}/{name}")
-        found[f"{name} parameters"] = values(model.module)
-        found[name] = dumb_copy(take(model.replica)["rule"]["state"])
-        model.close()
+def test_other_rules_and_other_settings(tmp_path):
+    """The state of another rule is refused, plain gossip has none, and with other settings it is kept."""
+    outer = {"topology": "ring", "rule": OuterNesterov(momentum=0.6)}
 
-    for name, kind, rule in (("gossip", "outer", None), ("another", "outer", MomentumGossip())):
-        model = DecentralizedDataParallel(net(5), SGD, topology="ring", rule=rule)
-        for t in range(3):
-            loss(model, t, rank).backward()
-        before, rounds = values(model.module), model.stats().rounds
-        found[f"refused by {name}"] = error_of(lambda model=model, kind=kind: load(model, f"{path}/{kind}"))
+    def first(options: dict[str, Any], at: InProcessTransport) -> Any:
+        model = trained(Job({"topology": "ring"}), 4, at, **options)
+        save(model, tmp_path / ("outer" if options else "plain"))
+        found = values(model.module), dumb_copy(take(model.replica)["rule"]["state"])
+        model.close()
+        return found
+
+    saved = run_replicas(3, partial(first, outer))
+    plain = run_replicas(3, partial(first, {}))
+
+    def refused(rule: Any, at: InProcessTransport) -> Any:
+        model = trained(Job({"topology": "ring"}), 3, at, rule=rule)
+        before = values(model.module)
+        found = error_of(lambda: load(model, tmp_path / "outer"))
         assert_equal(values(model.module), before)
-        assert model.stats().rounds == rounds
-        loss(model, 3, rank).backward()  # it continues unchanged
+        assert model.stats().rounds == 3
+        loss(model, 3, at.rank).backward()  # it continues unchanged
         model.close()
+        return found
 
-    # Plain gossip has no state: another rule begins with what was saved. The next update mixes nothing.
+    for rule, name in ((None, "Gossip"), (MomentumGossip(), "MomentumGossip")):
+        for kind, text in run_replicas(3, partial(refused, rule)):
+            assert kind == "CheckpointError"
+            assert f"the rule was OuterNesterov when this was saved, and is {name} now" in text
+
+    def going_on(path: str, options: dict[str, Any], at: InProcessTransport) -> Any:
+        model = PAIRS.wrap(5, at, **{**outer, **options})
+        load(model, tmp_path / path)
+        found = values(model.module), dumb_copy(take(model.replica)["rule"]["state"])
+        loss(model, 4, at.rank).backward()
+        begun = dumb_copy(take(model.replica)["rule"]["state"])
+        model.close()
+        return found, begun
+
+    # The rule begins with what was saved. The update that follows mixes nothing.
     for overlap in (True, False):
-        model = DecentralizedDataParallel(
-            net(5), SGD, topology="ring", rule=OuterNesterov(momentum=0.6), mix_every=50, overlap=overlap
-        )
-        load(model, f"{path}/plain")
-        loss(model, 4, rank).backward()
-        found[f"begun, {overlap}"] = dumb_copy(take(model.replica)["rule"]["state"])
-        model.close()
-
-    # Another lr, topology or compression: the state is kept, and the exchange that was in flight is dropped.
-    for name, options in {
-        "lr": {"rule": OuterNesterov(lr=0.1)},
-        "topology": {"topology": "complete"},
-        "compression": {"compression": "int8"},
-        "overlap": {"overlap": False},
-        "h": {"mix_every": 4},
-    }.items():
-        model = DecentralizedDataParallel(
-            net(5), SGD, **{"topology": "ring", "rule": OuterNesterov(momentum=0.6), **options, **MANY}
-        )
-        load(model, f"{path}/outer")
-        assert_equal(dumb_copy(take(model.replica)["rule"]["state"]), found["outer"], name)
-        assert_equal(values(model.module), found["outer parameters"], name)
-        for t in range(4, 7):
-            loss(model, t, rank).backward()
-        found[f"gone on with another {name}"] = values(model.module)
-        model.close()
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [2, 3])  # of two, a ring is complete
-def test_other_rules_and_other_settings(workers, tmp_path, n):
-    results = workers(n, other_rules, str(tmp_path))
-    for rank, found in enumerate(results):
-        for name, kind in (("gossip", "Gossip"), ("another", "MomentumGossip")):
-            assert found[f"refused by {name}"] == results[0][f"refused by {name}"]
-            error, message = found[f"refused by {name}"]
-            assert error == "CheckpointError"
-            assert f"the rule was OuterNesterov when this was saved, and is {kind} now" in message
-        for overlap in (True, False):
-            for name, own in found[f"begun, {overlap}"].items():
-                loaded = found["plain parameters"][name]
-                assert torch.equal(own["anchor"], loaded), (rank, overlap, name)
-                assert not own["momentum"].any()
-        for key in ("lr", "topology", "compression", "overlap", "h"):
-            assert all(value.isfinite().all() for value in found[f"gone on with another {key}"].values())
+        for ((own, _), begun), (before, _) in zip(
+            run_replicas(3, partial(going_on, "plain", {"mix_every": 50, "overlap": overlap})), plain, strict=True
+        ):
+            assert_equal(own, before)
+            for name, value in before.items():
+                assert torch.equal(begun[name]["anchor"], value)
+                assert not begun[name]["momentum"].any()
+    for options in ({"rule": OuterNesterov(lr=0.1)}, {"topology": "complete"}, {"compression": "int8"}, {"mix_every": 4}):
+        found = run_replicas(3, partial(going_on, "outer", {**MANY, **options}))
+        assert_equal([own for own, _ in found], saved, str(options))
 
 
 # -- another number of workers ---------------------------------------------------------------------------------------------
 
-RESIZED = [(2, "mean"), (2, "spread"), (3, "spread"), (6, "spread"), (4, "mean")]
 
-
-@pytest.mark.parametrize("resized", [[(6, "spread")], pytest.param(RESIZED, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_anchor_and_momentum_are_averaged_for_another_number_of_workers(tmp_path, resized):
+def test_anchor_and_momentum_are_averaged_for_another_number_of_workers(tmp_path):
     job = Job({"topology": "ring", "rule": OuterNesterov(momentum=0.6), "mix_every": 2})
 
     def save_some(at: InProcessTransport) -> Any:
@@ -240,7 +152,7 @@ def test_anchor_and_momentum_are_averaged_for_another_number_of_workers(tmp_path
         return found, after
 
     saved = run_replicas(4, save_some)
-    for n, how in resized:
+    for n, how in ((3, "spread"), (6, "spread"), (4, "mean")):
         for rank, (found, after) in enumerate(run_replicas(n, partial(load_some, how=how))):
             group = range(4) if how == "mean" else [j for j in range(4) if j * n // 4 == rank] if n < 4 else [rank * 4 // n]
             assert found["kind"] == "OuterNesterov"
@@ -261,7 +173,7 @@ def momenta_of(model: DecentralizedDataParallel) -> tuple[Tensor, Tensor]:
     return tracked.double(), own.double()
 
 
-@pytest.mark.parametrize(("n", "how"), [(3, "spread"), (6, "spread"), pytest.param(4, "mean", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("n", "how"), [(3, "spread"), (6, "spread")])
 def test_tracked_momenta_have_the_mean_of_the_own_ones_with_another_number_of_workers(tmp_path, n, how):
     """Groups of unequal sizes: what mixes had changed does not add up to zero over them."""
     job = Job({"topology": "base-2", "rule": MomentumTracking()})
@@ -305,66 +217,40 @@ LOADS: list[tuple[Case, dict[int, Any]]] = [
     (replace(case, overlap=overlap, steps=11, rule=OuterNesterov(momentum=0.6)), loads)
     for overlap in (True, False)
     for case, loads in (
-        (Case("varying", "sgd"), {2: ALL}),
         (Case("ring", "adamw"), {3: UPPER, 6: LOWER}),
         (Case("complete", "sgd", h=3), {2: ALL, 6: UPPER}),  # an exchange in flight, and the middle of a window
-        (Case("varying", "adamw", h=2), {3: LOWER, 4: UPPER}),
-        (Case("ring", "sgd"), {4: "mean"}),
         (Case("varying", "sgd", h=2), {3: "mean", 6: "mean"}),
-        (Case("one-peer-exp", "adamw"), {3: "mean", 6: ALL}),
     )
 ]
 
 
-def train_and_load(rank: int, case: Case, loads: dict[int, Any], **options: Any) -> np.ndarray:
-    model = DecentralizedDataParallel(
-        Linear(),
-        INNER[case.inner][0],
-        topology=case.topology,
-        overlap=case.overlap,
-        mix_every=case.h,
-        rule=case.rule,
-        **options,
-    )
+def train_and_load(case: Case, loads: dict[int, Any], options: dict[str, Any], at: InProcessTransport) -> np.ndarray:
+    how = {"topology": case.topology, "overlap": case.overlap, "mix_every": case.h, "rule": case.rule, **options}
+    model = DecentralizedDataParallel(Linear(), INNER[case.inner][0], transport=at, **how)
     for t in range(case.steps):
-        loss_of(model, rank, t).backward()
-        if t not in loads:
-            continue
-        if loads[t] == "mean":
+        loss_of(model, at.rank, t).backward()
+        if loads.get(t) == "mean":
             model.global_avg(will_revert=False)
-        else:
-            new = torch.from_numpy(to_load(rank, t))
-            parts = {"upper": new[UPPER]} if loads[t] == UPPER else {"lower": new[LOWER]}
-            model.load_state_dict({"upper": new[UPPER], "lower": new[LOWER]} if loads[t] == ALL else parts, strict=False)
+        elif t in loads:
+            new = torch.from_numpy(to_load(at.rank, t))
+            parts = {"upper": new[UPPER], "lower": new[LOWER]}
+            names = {"upper": [UPPER, ALL], "lower": [LOWER, ALL]}
+            model.load_state_dict({name: part for name, part in parts.items() if loads[t] in names[name]}, strict=False)
     model.close()
     return whole(model.module)
 
 
-def load_in_the_middle(rank: int, n: int, cases: list[Any]) -> list[np.ndarray]:
-    TopologyReg.registry["varying"] = Varying
-    options = [{}, {"bucket_size_in_mb": 1e-6}, {"param_as_bucket_view": False}]
-    return [train_and_load(rank, case, loads, **options[i % 3]) for i, (case, loads) in enumerate(cases)]
-
-
-@pytest.mark.parametrize(
-    "cases", [[LOADS[i] for i in (2, 8)], pytest.param(LOADS, marks=pytest.mark.slow)], ids=["some", "all"]
-)
-def test_a_load_resets_the_rules_state(workers, cases):
+@pytest.mark.parametrize("number", range(len(LOADS)))
+def test_a_load_resets_the_rules_state(number, monkeypatch):
     """A load of all parameters or of some, and a mean for good: the anchor has the loaded values, and the momentum is zero."""
-    results = workers(4, load_in_the_middle, cases)
-    for i, (case, loads) in enumerate(cases):
-        given = {t: how if how == "mean" else (how, [to_load(rank, t) for rank in range(4)]) for t, how in loads.items()}
-        want = twin(case, 4, loads=given)
-        for rank in range(4):
-            np.testing.assert_allclose(
-                results[rank][i], want[rank], rtol=0, atol=1e-12, err_msg=f"{case}, loads {loads}, worker {rank}"
-            )
+    monkeypatch.setitem(TopologyReg.registry, "varying", Varying)
+    case, loads = LOADS[number]
+    found = run_replicas(4, partial(train_and_load, case, loads, OTHER_BUCKETS[number % 3]))
+    given = {t: how if how == "mean" else (how, [to_load(rank, t) for rank in range(4)]) for t, how in loads.items()}
+    np.testing.assert_allclose(np.stack(found), twin(case, 4, loads=given), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("overlap", "parts"),
-    [(True, True), *(pytest.param(*both, marks=pytest.mark.slow) for both in ((False, False), (True, False), (False, True)))],
-)
+@pytest.mark.parametrize(("overlap", "parts"), [(True, True), (False, False)])
 def test_a_load_and_then_a_save(overlap, parts):
     """A save between a load and the next update resumes like the run that was not stopped."""
     job = Job({"topology": "ring", "rule": OuterNesterov(momentum=0.6), "mix_every": 2, "overlap": overlap})
@@ -442,31 +328,6 @@ def expected(rank: int, rounds: int) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.parametrize(
-    "then", [MANY, *(pytest.param(how, marks=pytest.mark.slow) for how in ({}, {"param_as_bucket_view": False}))], ids=str
-)
-@pytest.mark.parametrize("first", [{}, pytest.param(MANY, marks=pytest.mark.slow)], ids=str)
-def test_compression_state_of_edges_is_saved(counting, first, then):
-    job = Job({"topology": "varying", "compression": "counting", "rule": OuterNesterov(momentum=0.6), **first})
-    stops = (0, 1, 5)
-    through = run_replicas(4, lambda at: run_through(job, at, at.rank, 8, stops))
-    names = dict(net().named_parameters()).keys()
-    for stop in stops:
-
-        def again(at: InProcessTransport, stop: int = stop) -> Any:
-            model = job.wrap(100 + at.rank, at, **then)
-            put_back(model.replica, through[at.rank][0][stop])
-            found = [edge_counts(model)]
-            job.train(model, range(stop, 8), at.rank)
-            found.append(edge_counts(model))
-            model.close()
-            return found
-
-        for rank, (restored, end) in enumerate(run_replicas(4, again)):
-            assert restored == ({name: expected(rank, stop) for name in names} if expected(rank, stop) else {})
-            assert end == {name: expected(rank, 8) for name in names}, (stop, rank)
-
-
 def test_compression_state_is_in_files_and_ends_with_the_edges(counting, tmp_path):
     job = Job({"topology": "varying", "compression": "counting"})
     names = dict(net().named_parameters()).keys()
@@ -482,7 +343,8 @@ def test_compression_state_is_in_files_and_ends_with_the_edges(counting, tmp_pat
             model = job.wrap(1 + at.rank, at, topology=topology, **MANY)
             load(model, Path(tmp_path), resize=resize)
             found = edge_counts(model)
-            job.train(model, range(5, 7), at.rank)
+            job.train(model, range(5, 8), at.rank)
+            found = found, edge_counts(model)
             model.close()
             return found
 
@@ -490,10 +352,10 @@ def test_compression_state_is_in_files_and_ends_with_the_edges(counting, tmp_pat
 
     run_replicas(4, first)
     for rank, found in enumerate(run_replicas(4, going_on("varying", None))):
-        assert found == {name: expected(rank, 5) for name in names}
-    for n, how in ((2, "mean"), (3, "spread"), (6, "spread")):
+        assert found == tuple({name: expected(rank, t) for name in names} for t in (5, 8))
+    for n, how in ((2, "mean"), (6, "spread")):
         # The workers of those edges are no more.
-        assert run_replicas(n, going_on("complete", how)) == [{}] * n
+        assert [found for found, _ in run_replicas(n, going_on("complete", how))] == [{}] * n
 
 
 def test_what_compressions_save():
