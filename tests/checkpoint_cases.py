@@ -7,7 +7,6 @@ import hashlib
 import json
 import random
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.optim import AccumAdamW
-from tests.helpers import SGD, loss, values
+from tests.helpers import SGD, loss, net, values
 
 STEPS, AT = 9, 5
 
@@ -46,20 +45,23 @@ def noisy_loss(model: Any, t: int, rank: int) -> Tensor:
 
 # Each with its wrapper's options, and the number of backwards of a window.
 KINDS: dict[str, tuple[dict[str, Any], int]] = {
-    "plain": ({"optim_fn": SGD}, 1),
-    "complete": ({"optim_fn": SGD, "topology": "complete", "lr_scheduler_fn": decaying}, 1),
-    "synchronous": ({"optim_fn": SGD, "overlap": False}, 1),
     "int8": ({"optim_fn": SGD, "compression": "int8"}, 1),
-    "bfloat16": ({"optim_fn": SGD, "compression": "bfloat16", "param_as_bucket_view": False}, 1),
-    "clipped": ({"optim_fn": SGD, "grad_clip_norm": 0.5, "bucket_size_in_mb": 0.0002}, 1),
-    "accum": ({"optim_fn": accum, "lr_scheduler_fn": decaying}, 1),
+    "clipped": ({"optim_fn": SGD, "grad_clip_norm": 0.5, "bucket_size_in_mb": 0.0002, "topology": "complete"}, 1),
+    "accum": ({"optim_fn": accum, "lr_scheduler_fn": decaying, "param_as_bucket_view": False}, 1),
     "open window": ({"optim_fn": accum}, 3),
-    "every second": ({"optim_fn": partial(torch.optim.Adam, lr=0.01), "mix_every": 2}, 1),
 }
 
 
 def make(kind: str, seed: int = 0, **options: Any) -> DecentralizedDataParallel:
     return DecentralizedDataParallel(noisy_net(seed), **{"topology": "ring", **KINDS[kind][0], **options})
+
+
+def on(transport: Any, steps: int = 0, module: nn.Module | None = None, **options: Any) -> DecentralizedDataParallel:
+    """A small model, or the one that is given, on a worker that may be a thread; after so many updates."""
+    model = DecentralizedDataParallel(module or net(), SGD, transport=transport, **{"topology": "ring", **options})
+    for t in range(steps):
+        loss(model, t, transport.rank).backward()
+    return model
 
 
 def run(model: DecentralizedDataParallel, kind: str, rank: int, first: int, last: int) -> None:

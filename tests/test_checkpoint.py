@@ -95,17 +95,6 @@ def test_a_running_process_goes_back(workers, tmp_path):
         assert ends[0] == ends[1] == ends[2]
 
 
-def test_going_back_to_before_an_optimizer_has_made_all_its_state(tmp_path):
-    """LBFGS makes some of its state in its second step."""
-    model = alone(net(), lambda pairs: torch.optim.LBFGS([param for _, param in pairs], max_iter=1))
-    loss(model, 0).backward()
-    save(model, tmp_path)
-    for t in range(3):
-        loss(model, t).backward()
-    load(model, tmp_path)
-    model.close()
-
-
 class Noisy(torch.optim.SGD):
     """Draws in its step."""
 

@@ -1,10 +1,11 @@
-"""A missing, broken or unreadable checkpoint is never taken for a fresh start, and a misfit changes nothing."""
+"""A missing, damaged or unreadable checkpoint is never taken for a fresh start; a misfit changes nothing."""
 
 from __future__ import annotations
 
 import copy
 import errno
 import os
+import pickle
 import random
 import re
 import shutil
@@ -16,16 +17,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from decent_dp.checkpoint import export, latest, load, read_parameters, save
 from decent_dp.checkpoint.files import shard_name
-from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.transport import InProcessTransport, run_replicas
-from tests.checkpoint_cases import error_of
-from tests.helpers import SGD, alone, assert_same, loss, net, values
+from tests.checkpoint_cases import error_of, on
+from tests.helpers import alone, assert_same, loss, net, values
 from tests.small_checkpoints import craft
 
-# -- nothing there, and nothing to be seen -------------------------------------------------------------------------------
+# -- nothing there, and nothing to be seen ---------------------------------------------------------------------------------
 
 
 def test_nothing_there_is_a_fresh_start(tmp_path):
@@ -39,51 +41,29 @@ def test_nothing_there_is_a_fresh_start(tmp_path):
     model.close()
 
 
-def broken_paths(root: Path, newest: Path) -> dict[str, Path]:
-    """Paths at which there is something, and no checkpoint."""
-    (root / "file").write_text("x")
-    (root / "link").symlink_to(root / "not mounted")
-    renamed = root / "best"
-    shutil.copytree(newest, renamed)
-    (renamed / shard_name(0)).write_bytes(b"")
-    empty = root / "step-00000009-0-9-abcdef-of-2"
-    empty.mkdir()
-    return {
-        "a file": root / "file",
-        "below a file": root / "file" / "below",
-        "a link to nothing": root / "link",
-        "a checkpoint under another name, with a broken shard": renamed,
-        "a checkpoint without its shards": empty,
-    }
-
-
 def test_an_existing_path_that_is_no_checkpoint_is_an_error(tmp_path):
     model = alone(net())
     newest = save(model, tmp_path / "saved").path
-    for name, path in broken_paths(tmp_path, newest).items():
+    exported = export(model, tmp_path / "model.pt")
+    (tmp_path / "link").symlink_to(tmp_path / "not mounted")
+    renamed, empty = tmp_path / "best", tmp_path / "step-00000009-0-9-abcdef-of-2"
+    shutil.copytree(newest, renamed)
+    (renamed / shard_name(0)).write_bytes(b"")
+    empty.mkdir()
+    for path in (exported, exported / "below", tmp_path / "link", renamed, empty):
         for look in (lambda path=path: load(model, path, missing_ok=True), lambda path=path: latest(path)):
             kind, text = error_of(look)
-            assert kind == "CheckpointError", (name, text)
-            assert str(path) in text, name
+            assert kind == "CheckpointError", (path, text)
+            assert str(path) in text
+    _, text = error_of(lambda: read_parameters(exported))
+    assert "model.load_state_dict(safetensors.torch.load_file(path)), or of torch.load(path, weights_only=True)" in text
     assert latest(newest) == newest
-    model.close()
-
-
-@pytest.mark.parametrize("path", ["model.safetensors", "model.pt"])
-def test_a_file_of_another_kind_says_what_reads_it(tmp_path, path):
-    model = alone(net())
-    export(model, tmp_path / path)
-    for look in (lambda: load(model, tmp_path / path, missing_ok=True), lambda: read_parameters(tmp_path / path)):
-        kind, text = error_of(look)
-        assert kind == "CheckpointError"
-        assert f"{tmp_path / path} cannot be read: it is not a folder of checkpoints" in text
-        assert "model.load_state_dict(safetensors.torch.load_file(path)), or of torch.load(path, weights_only=True)" in text
     model.close()
 
 
 def test_a_first_save_that_was_killed_is_a_fresh_start(tmp_path):
     def work(transport: InProcessTransport) -> Any:
-        model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
+        model = on(transport)
         path = save(model, tmp_path).path
         transport.control.gather(None)
         if transport.rank == 0:  # as it was before the second shard was written
@@ -104,13 +84,11 @@ def test_a_first_save_that_was_killed_is_a_fresh_start(tmp_path):
         assert tidy
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EIO])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE])
 @pytest.mark.parametrize("what", [shard_name(0), "saved"])
 def test_an_unreadable_folder_is_no_fresh_start(tmp_path, monkeypatch, number, what):
     model, root = alone(net()), tmp_path / "saved"
-    for t in range(3):
-        loss(model, t).backward()
-        save(model, root, {"at": t})
+    save(model, root, {"at": 2})
     real = os.lstat
 
     def lstat(path: Any) -> Any:
@@ -132,7 +110,7 @@ def test_disks_that_were_renumbered_are_named(tmp_path):
     """Every shard is there, and no worker finds its own."""
 
     def work(transport: InProcessTransport) -> Any:
-        model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
+        model = on(transport)
         save(model, tmp_path / f"disk{transport.rank}")
         transport.control.gather(None)
         other = tmp_path / f"disk{1 - transport.rank}"
@@ -153,7 +131,7 @@ def test_copies_of_a_shard_that_differ_are_named(tmp_path):
     """Each worker's disk has all shards, and not the same ones."""
 
     def work(transport: InProcessTransport) -> Any:
-        model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
+        model = on(transport)
         path = save(model, tmp_path / "disk0").path
         transport.control.gather(None)
         if transport.rank == 0:
@@ -173,9 +151,7 @@ def test_parameters_are_read_without_a_run(tmp_path):
     def work(transport: InProcessTransport) -> Any:
         torch.manual_seed(transport.rank)
         module = torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.BatchNorm1d(3))
-        model = DecentralizedDataParallel(module, SGD, topology="ring", transport=transport)
-        for t in range(3):
-            loss(model, t, transport.rank).backward()
+        model = on(transport, module=module, steps=3)
         save(model, tmp_path)
         found = values(model.module), module[1].running_mean.clone()
         model.close()
@@ -188,8 +164,7 @@ def test_parameters_are_read_without_a_run(tmp_path):
     for name, value in first.items():
         torch.testing.assert_close(mean[name], (value + second[name]) / 2, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(mean["1.running_mean"], (one + other) / 2)
-    fresh = torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.BatchNorm1d(3))
-    fresh.load_state_dict(mean)
+    torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.BatchNorm1d(3)).load_state_dict(mean)
     for bad, kind in ((2, ValueError), (-1, ValueError), (0.5, TypeError)):
         with pytest.raises(kind, match="rank"):
             read_parameters(tmp_path, bad)  # type: ignore[arg-type]
@@ -197,96 +172,140 @@ def test_parameters_are_read_without_a_run(tmp_path):
         read_parameters(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("call", [save, load, lambda _, path: latest(path)])
-def test_no_path_is_no_path(call, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # where a save would go that takes '' for the current folder
-    model = alone(net())
-    with pytest.raises(ValueError, match="path must be the folder for checkpoints, got ''"):
-        call(model, "")
-    with pytest.raises(TypeError, match="path must be the folder for checkpoints, got 3"):
-        call(model, 3)
-    model.close()
+# -- what is damaged, or does not fit --------------------------------------------------------------------------------------
 
 
-# -- what does not fit -----------------------------------------------------------------------------------------------------
+class Bomb:
+    """Marks that it was executed."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (os.environ["BOMB"],)
 
 
-def other_generator() -> dict[str, Any]:
-    state = np.random.Generator(np.random.PCG64(1)).bit_generator.state
-    return {**state, "has_gauss": 0, "gauss": 0.0}
+def flipped(step: Path) -> None:
+    raw = bytearray((step / shard_name(1)).read_bytes())
+    raw[-20] ^= 1
+    (step / shard_name(1)).write_bytes(raw)
 
 
-def without(tree: dict[str, Any], key: str) -> dict[str, Any]:
-    return {k: v for k, v in tree.items() if k != key}
+def swapped(step: Path) -> None:
+    for old, new in ((shard_name(1), "third"), (shard_name(0), shard_name(1)), ("third", shard_name(0))):
+        (step / old).rename(step / new)
 
 
-def moved(tree: dict[str, Any], which: str) -> dict[str, Any]:
-    """A random state whose position is behind its words: a draw would read there."""
-    states = copy.deepcopy(tree["random"])
-    if which == "python":
-        states["python"][1][-1] = 5000
-    elif which == "numpy":
-        states["numpy"]["state"]["pos"] = 1 << 20
-    else:
-        states["torch"][8:12] = torch.tensor([624], dtype=torch.int32).view(torch.uint8)  # left
-        states["torch"][16:24] = torch.tensor([600]).view(torch.uint8)  # next
-    return {**tree, "random": states}
+def mixed(step: Path) -> None:
+    older = next(path for path in step.parent.glob("step-*") if path != step)
+    shutil.copy(older / shard_name(1), step / shard_name(1))
 
 
-# Contents of a part that fit its checksum, with their errors.
-TREES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "a list": (lambda tree: [1], "not the state of a worker"),
-    "no snapshot": (lambda tree: without(tree, "snapshot"), "not the state of a worker"),
-    "no state of the user": (lambda tree: without(tree, "state"), "not the state of a worker"),
-    "no random states": (lambda tree: without(tree, "random"), "random states do not fit"),
-    "random states of none": (lambda tree: {**tree, "random": {}}, "random states do not fit"),
+def newer(step: Path) -> None:
+    part = step / shard_name(1)
+    tensors = load_file(part)
+    with safe_open(part, "pt") as opened:
+        save_file(tensors, part, {**opened.metadata(), "version": "99"})
+
+
+def crafted(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Another tree that fits its checksums."""
+    return lambda step: craft(step, 1, change)
+
+
+def without(key: str) -> Callable[[Path], None]:
+    return crafted(lambda tree: {k: v for k, v in tree.items() if k != key})
+
+
+def with_random(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Other random states."""
+
+    def changed(tree: dict[str, Any]) -> dict[str, Any]:
+        states = copy.deepcopy(tree["random"])
+        change(states)
+        return {**tree, "random": states}
+
+    return crafted(changed)
+
+
+def behind_the_words(states: dict[str, Any]) -> None:
+    """A draw would read there."""
+    states["torch"][8:12] = torch.tensor([624], dtype=torch.int32).view(torch.uint8)  # left
+    states["torch"][16:24] = torch.tensor([600]).view(torch.uint8)  # next
+
+
+OTHER_GENERATOR = {**np.random.Generator(np.random.PCG64(1)).bit_generator.state, "has_gauss": 0, "gauss": 0.0}
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "flipped": (flipped, "sha256"),
+    "missing": (lambda step: (step / shard_name(1)).unlink(), "missing"),
+    "swapped": (swapped, "it is the shard of worker"),
+    "of another checkpoint": (mixed, "not shards of one checkpoint"),
+    "a pickle": (lambda step: (step / shard_name(1)).write_bytes(pickle.dumps(Bomb())), "header"),
+    "newer": (newer, "newer decent_dp"),
+    "a list": (crafted(lambda tree: [1]), "not the state of a worker"),
+    "no snapshot": (without("snapshot"), "not the state of a worker"),
+    "no state of the user": (without("state"), "not the state of a worker"),
+    "no random states": (without("random"), "random states do not fit"),
+    "random states of none": (with_random(dict.clear), "random states do not fit"),
+    "half a random state": (with_random(lambda states: states.update(torch=states["torch"][:7])), "random states do not fit"),
     "another generator": (
-        lambda tree: {**tree, "random": {**tree["random"], "numpy": other_generator()}},
+        with_random(lambda states: states.update(numpy=OTHER_GENERATOR)),
         "random states do not fit.*MT19937",
     ),
-    "a position of Python behind the words": (
-        lambda tree: moved(tree, "python"),
+    "Python's position behind the words": (
+        with_random(lambda states: states["python"][1].__setitem__(-1, 5000)),
         "random states.*invalid state",
     ),
-    "a position of NumPy behind the words": (
-        lambda tree: moved(tree, "numpy"),
+    "NumPy's position behind the words": (
+        with_random(lambda states: states["numpy"]["state"].update(pos=1 << 20)),
         "random states do not fit.*(NumPy.*out of range|state position must be)",  # NumPy 2.5 checks it itself
     ),
-    "a position of torch behind the words": (
-        lambda tree: moved(tree, "torch"),
-        "random states do not fit.*torch.*out of range",
-    ),
-    "half a state": (
-        lambda tree: {**tree, "random": {**tree["random"], "torch": tree["random"]["torch"][:7]}},
-        "random states do not fit",
-    ),
+    "torch's position behind the words": (with_random(behind_the_words), "random states do not fit.*torch.*out of range"),
 }
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_a_part_that_does_not_fit_is_refused_by_all_and_changes_nothing(tmp_path, name):
-    change, pattern = TREES[name]
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_shard_is_refused_by_all_and_changes_nothing(tmp_path, monkeypatch, name):
+    """Nobody falls back to an older checkpoint without a word, and nothing in a file is executed."""
+    damage, pattern = DAMAGES[name]
+    monkeypatch.setenv("BOMB", str(tmp_path / "executed"))
 
     def work(transport: InProcessTransport) -> Any:
-        model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
-        loss(model, 0, transport.rank).backward()
-        folder = save(model, tmp_path).path
+        model = on(transport, steps=1)
+        save(model, tmp_path / "saved", {"older": True})
+        step = save(model, tmp_path / "saved").path
         transport.control.gather(None)
-        if transport.rank == 1:
-            craft(folder, 1, change)
+        if transport.rank == 0:
+            damage(step)
         for parameter in model.module.parameters():
             parameter.data.fill_(5.0)
+        draws = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
         transport.control.gather(None)
-        kind, text = error_of(lambda: load(model, tmp_path))
+        kind, text = error_of(lambda: load(model, tmp_path / "saved"))
         transport.control.gather(None)
         untouched = all((value == 5.0).all() for value in values(model.module).values())
+        assert (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()) == draws
         model.close()
-        return kind, text.removeprefix("worker 1: "), untouched
+        return kind, re.sub(r"^worker \d: ", "", text), untouched
 
-    before = random.getstate(), str(np.random.get_state())
     first, second = run_replicas(2, work)
     assert first == second
-    assert first[0] == "CheckpointError"
-    assert first[2]
-    assert re.search(rf"worker-0001\.safetensors cannot be used: .*{pattern}", first[1]), first[1]
-    assert (random.getstate(), str(np.random.get_state())) == before
+    assert (first[0], first[2]) == ("CheckpointError", True)
+    assert re.search(rf"worker-000[01]\.safetensors.*{pattern}", first[1]), first[1]
+    assert not (tmp_path / "executed").exists()
+
+
+def test_another_model_or_optimizer_is_refused_with_the_folder(tmp_path):
+    first = alone(net())
+    loss(first, 0).backward()
+    folder = save(first, tmp_path).path
+    first.close()
+    for other, text in (
+        (alone(torch.nn.Linear(6, 3)), "is of another model: tensor 0 is parameter '0.weight' [12, 6]"),
+        (alone(net(), partial(torch.optim.Adam, lr=0.1)), "does not fit this run: the optimizer was SGD"),
+    ):
+        loss(other, 0).backward()
+        before = values(other.module)
+        kind, found = error_of(lambda other=other: load(other, tmp_path))
+        assert kind == "CheckpointError"
+        assert found.startswith(str(folder))
+        assert text in found, found
+        assert_same(values(other.module), before)
+        other.close()

@@ -348,6 +348,16 @@ def on(transport: InProcessTransport, case: Case, seed: int = 0, steps: int = 0,
     return run
 
 
+def test_going_back_to_before_an_optimizer_has_made_all_its_state(tmp_path):
+    """LBFGS makes some of its state in its second step."""
+    case = Case(one(torch.optim.LBFGS, max_iter=1), act=step_closure)
+    run = on(InProcessTransport(), case, steps=1, topology="complete")
+    save(run.gossip, tmp_path)
+    run.act(1, 4, 0)
+    load(run.gossip, tmp_path)
+    run.gossip.close()
+
+
 def mean_of(trees: list[Any]) -> Any:
     """The mean of nested dicts and lists of tensors and numbers; for everything else the first."""
     first = trees[0]
