@@ -119,7 +119,7 @@ class Pair(Contender):
 
     def seconds(self) -> float:
         """Processor time of the transport's Python thread, which encodes; libzmq's own is not in it."""
-        thread = self.transport._wire._thread
+        thread = self.transport._wire.commands.thread
         return 0.0 if thread.ident is None else seconds_of(thread.ident)
 
     def mix(self) -> None:

@@ -58,7 +58,7 @@ class Watch:
         transport, turn = self._replica.world, 0
         links = transport._wire.links
         while True:
-            seen, now = transport.neighbours.look(), time.monotonic()
+            seen, now = transport.neighbours.look(), links.clock.now()
             for kind, peers in (("silent", seen.silent), ("dead", seen.lost)):
                 self.found[kind] = sorted({*self.found[kind], *peers})
             for link in list(links.by_rank.values()):

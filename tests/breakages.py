@@ -223,8 +223,8 @@ BREAKAGES = [
     Breakage(
         "an exchange that is dropped in doubt is not counted",
         "transport/settlement.py",
-        "            self.one_sided += 1\n            self._say(link, link.votes.revoke(pair.bucket))\n",
-        "            self._say(link, link.votes.revoke(pair.bucket))\n",
+        "        self.one_sided += 1\n        self._say(link, link.votes.revoke(pair))\n",
+        "        self._say(link, link.votes.revoke(pair))\n",
     ),
     Breakage(
         "without faults= an exchange with a worker that is gone is left out",

@@ -294,7 +294,7 @@ LINES = {
     "rules": (489, 600),
     "compression": (2196, 1800),
     "optim": (1720, 1700),
-    "transport": (8638, 3200),
+    "transport": (8608, 3200),
     "engine": (981, 1000),
     "membership": (1640, 1100),
     "replica": (5618, 2500),
@@ -335,8 +335,6 @@ LARGE: dict[str, tuple[int, int]] = {
     "integrations/_lightning_common.py:LightningOverSurvivors": (14, 2),
     "integrations/lightning.py:GossipStrategy": (22, 9),
     "tools/sim/cluster.py:VirtualCluster": (18, 11),
-    "transport/peer_link.py:PeerLink": (14, 28),
-    "transport/wire.py:Wire": (15, 27),
 }
 
 

@@ -108,7 +108,7 @@ def recorded(rank: int, n: int, encrypt: bool) -> Any:
             again.append(bytes(heard))
     transport.control.gather(None)
     assert torch.equal(swap(transport, 1), content(1 - rank)), "the connections go on"
-    strangers = sum(greeting.proven for greeting in transport._wire._doorman._greetings.values())
+    strangers = sum(greeting.proven for greeting in transport._wire.router.doorman._greetings.values())
     transport.control.gather(None)
     transport.close()
     return passed, again, strangers

@@ -31,8 +31,8 @@ from decent_dp.transport import (
     process_group,
     run_replicas,
 )
-from decent_dp.transport.peer_links import PeerLinks
 from tests.helpers import SGD, came, loss, net, request
+from tests.wires import make_links
 from tests.workers import shorten
 
 
@@ -198,8 +198,8 @@ def collected_in_the_links_thread(rank: int, n: int) -> tuple[bool, list[str]]:
         ended.append("asked for")
 
     links.call(collect)
-    links._thread.join(10)
-    return bool(links._thread.is_alive()), sorted(ended)
+    links.commands.thread.join(10)
+    return bool(links.commands.thread.is_alive()), sorted(ended)
 
 
 def test_a_wrapper_that_is_collected_by_the_thread_that_moves_its_bytes_leaves(workers):
@@ -255,7 +255,7 @@ def broken_thread(rank: int, n: int) -> list[str]:
             handle.wait()
         said.append(str(caught.value))
         assert time.monotonic() - began < 45
-        transport._wire._thread.join(50)
+        transport._wire.commands.thread.join(50)
         with pytest.raises(RuntimeError, match="the transport of this worker has failed: ZeroDivisionError"):
             transport.start(edge, request(torch.ones(3), rank, ExchangeId(1, 0)))
     dist.barrier()
@@ -319,8 +319,8 @@ def test_many_failed_requests_for_buffers_do_not_nest():
 def handle_that_lands(timeout: float) -> tuple[Any, list[str]]:
     """A handle of one message, whose staging notes its calls."""
     hints = SimpleNamespace(lacks=lambda *_: False)
-    wire: Any = SimpleNamespace(links=PeerLinks(frozenset()), flow=SimpleNamespace(hints=hints), now=time.monotonic)
-    wire.stopped, wire.why_lost, wire.has_ended = 0.0, lambda _: TimeoutError(), lambda _: False
+    links = make_links()
+    wire: Any = SimpleNamespace(links=links, hints=hints, clock=links.clock, why_lost=lambda _: TimeoutError())
     explain = lambda error, *_: RuntimeError(f"is {error!r}")  # noqa: E731
     handle = handles.WireHandle(ExchangeId(0, 0), [1], handles.AllNeeded(wire, timeout, explain), wire, explain)
     calls: list[str] = []
@@ -376,14 +376,9 @@ def test_what_comes_after_an_error_does_not_land():
 
 def test_a_peer_that_has_ended_costs_no_exchange_with_another_one():
     """Of several that are in flight. A timeout is waited for once for all of them, and this is none."""
-    ended = {1}
-    wire: Any = SimpleNamespace(
-        now=time.monotonic,
-        stopped=0.0,
-        has_ended=ended.__contains__,
-        links=PeerLinks(frozenset()),
-        why_lost=lambda peer: ConnectionError(f"{peer} is gone"),
-    )
+    links, ended = make_links(), {1}
+    links.has_ended = ended.__contains__  # type: ignore[method-assign]
+    wire: Any = SimpleNamespace(links=links, clock=links.clock, why_lost=lambda peer: ConnectionError(f"{peer} is gone"))
     explain = lambda error, peers, _: RuntimeError(f"{peers}: {error}")  # noqa: E731
     policy = handles.AllNeeded(wire, 60.0, explain)
     dead, alive = (handles.WireHandle(ExchangeId(0, 0), [peer], policy, wire, explain) for peer in (1, 2))

@@ -16,15 +16,14 @@ from decent_dp.faults import default_dead_after
 from decent_dp.topo import Edge
 from decent_dp.transport import hints as hints_module
 from decent_dp.transport.handles import WireHandle
-from decent_dp.transport.hello import BULK
 from decent_dp.transport.hints import Hints
 from decent_dp.transport.liveness import HolesAllowed, WireNeighbours
-from decent_dp.transport.messages import DATA, pack
+from decent_dp.transport.messages import BULK, DATA, pack
 from decent_dp.transport.peer_errors import UnreachableError
-from decent_dp.transport.peer_link import LinkState
-from decent_dp.transport.transfers import PairExchange, Receiving, Sending
-from decent_dp.transport.votes import ExchangeId, Verdict
-from tests.wires import Net, wait_for
+from decent_dp.transport.peer_links import LinkState
+from decent_dp.transport.transfers import Receiving, Sending
+from decent_dp.transport.votes import ExchangeId, PairExchange, Verdict
+from tests.wires import Net, make_links, wait_for
 
 EDGE, EXCHANGE = Edge([0, 1], 0.5), ExchangeId(3, 0)
 SILENT = UnreachableError("there", "timed out")
@@ -159,7 +158,7 @@ def test_a_peer_that_sends_what_was_not_due_costs_its_edge_and_no_more(make):
     key, data = (0, 0, 0), memoryview(bytearray(40_000))
     sending = Sending(1, key, data, lambda: None, errors.append, ready=len(data))
     two.open(0, PairExchange(Receiving(1, key, data, lambda: None, errors.append), sending, verdicts.append))
-    wait_for(lambda: bool(two.link.pairs))
+    wait_for(lambda: bool(two.link.votes.pairs))
     two.there(lambda wire: wire.links.to(0).channels[BULK].send(pack(DATA, key, 0, 30_000, 10, len(data)), b"x" * 10))
     wait_for(lambda: verdicts == [Verdict.NEITHER])
     assert (errors, two.known.look().lost) == ([], {1})
@@ -169,7 +168,7 @@ def test_a_worker_that_is_late_is_asked_and_answers(make):
     two = make(dead_after=50.0)
     two.net.wires[1].links.round = 7
     two.net.wires[0].call(lambda: two.net.wires[0].links.beat(two.link, ask=True))
-    wait_for(lambda: two.known.table.round_of(1) == 7 or two.link.round == 7, 0.5)  # heartbeats are a second apart
+    wait_for(lambda: two.known.table.round_of(1) == 7 or two.link.says.round == 7, 0.5)  # heartbeats are a second apart
 
 
 @pytest.mark.parametrize("near", [True, False])
@@ -196,30 +195,41 @@ def test_a_lost_connection_is_made_again(make, monkeypatch, near, refusals):
 # -- hints -----------------------------------------------------------------------------------------------------------------
 
 
+class Heard(Hints):
+    """Of worker 0, and those that have been passed on."""
+
+    def __init__(self) -> None:
+        self.links = make_links()
+        super().__init__(self.links)
+        self.passed_on: list[list[bytes]] = []
+
+    def come(self, peer: int, round_: int, bucket: int, hint: bytes) -> None:
+        self.hear(self.links.to(peer), (round_, bucket, 1), hint)
+
+
 def test_old_hints_go_and_too_many_are_refused(monkeypatch):
-    hints = Hints()
+    hints = Heard()
     for round_ in range(10):
-        hints.keep(1, (round_, 0, 1), b"note")
-    heard: list[list[bytes]] = []
-    hints.when_there([1], (9, 0, 1), heard.append)
-    hints.when_there([1], (2, 0, 1), heard.append)  # was dropped: it is waited for
-    assert heard == [[b"note"]]
+        hints.come(1, round_, 0, b"note")
+    hints.when_there([1], (9, 0, 1), hints.passed_on.append)
+    hints.when_there([1], (2, 0, 1), hints.passed_on.append)  # was dropped: it is waited for
+    assert hints.passed_on == [[b"note"]]
     assert hints.lacks(1, (2, 0, 1))
     hints.forget((2, 0, 1))
     assert not hints.lacks(1, (2, 0, 1))
     monkeypatch.setattr(hints_module, "_HINT_BYTES", 1000)
     for bucket in range(250):
-        hints.keep(2, (0, bucket, 1), b"note")
+        hints.come(2, 0, bucket, b"note")
     with pytest.raises(WireError, match="worker 2 has sent more than 1000 bytes of hints"):
-        hints.keep(2, (0, 250, 1), b"note")
+        hints.come(2, 0, 250, b"note")
 
 
 def test_an_exchange_begins_when_the_hints_of_all_are_there():
-    hints, heard = Hints(), list[list[bytes]]()
-    hints.keep(2, (3, 0, 1), b"of 2")
-    hints.when_there([1, 2], (3, 0, 1), heard.append)
-    assert (heard, hints.lacks(1, (3, 0, 1)), hints.lacks(2, (3, 0, 1))) == ([], True, False)
-    hints.keep(1, (3, 1, 1), b"of another bucket")
-    assert heard == []
-    hints.keep(1, (3, 0, 1), b"of 1")
-    assert heard == [[b"of 1", b"of 2"]]
+    hints = Heard()
+    hints.come(2, 3, 0, b"of 2")
+    hints.when_there([1, 2], (3, 0, 1), hints.passed_on.append)
+    assert (hints.passed_on, hints.lacks(1, (3, 0, 1)), hints.lacks(2, (3, 0, 1))) == ([], True, False)
+    hints.come(1, 3, 1, b"of another bucket")
+    assert hints.passed_on == []
+    hints.come(1, 3, 0, b"of 1")
+    assert hints.passed_on == [[b"of 1", b"of 2"]]

@@ -12,7 +12,7 @@ import pytest
 
 from decent_dp.transport.hello import Dialled
 from decent_dp.transport.peer_errors import UnreachableError
-from decent_dp.transport.peer_link import LinkState
+from decent_dp.transport.peer_links import LinkState
 from tests.wires import SECONDS, Net, content, identity, receive, send, wait_for
 
 JOINER = 2
@@ -57,7 +57,7 @@ def test_a_process_that_joins_is_answered_and_can_do_nothing_else(options):
         message = content("", 5000)
         send(joiner, 0, (0, 0, 0), message)
         found = receive(joiner, 0, (0, 0, 0), 5000)
-        joiner.call(lambda: joiner.flow.send_hint(0, (0, 0, 1), b"hint"))
+        joiner.call(lambda: joiner.hints.send(0, (0, 0, 1), b"hint"))
         asks(net, b"y").result(SECONDS)
         assert not found.done()
         assert member.flow.dropped == 0
@@ -114,7 +114,7 @@ def test_requests_are_repeated_when_the_connection_breaks():
         wait_for(lambda: net.wires[JOINER].connections.made_again == 1, 10)
         served.goes_on.set()
         assert [answer.result(SECONDS) for answer in answers] == [b"%d of 2, 1" % number for number in range(4)]
-        assert net.wires[JOINER].links.to(0).questions == {}
+        assert net.wires[JOINER].requests._asked == {}
         assert len(served.log) <= 1 + 2 * 4
     finally:
         net.close()
@@ -237,8 +237,8 @@ def test_two_processes_cannot_join_as_one():
     try:
         Served(net)
         asks(net, b"x").result(SECONDS)
-        first = net.wires[JOINER]._identity
-        admit = net.wires[0].admit
+        first = net.wires[JOINER].router._identity
+        admit = net.wires[0].router.admit
         assert admit(first) == ""
         assert admit(replace(first, uid=b"another!")) == "another process is about to be worker 2"
         assert admit(replace(first, rank=0)) == "rank 0 is not expected"

@@ -7,6 +7,7 @@ counts as dead.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import deque
@@ -19,27 +20,19 @@ import pytest
 import zmq
 
 from decent_dp.errors import WireError
-from decent_dp.transport import flow, lateness, peer_link, peer_links, settlement, wire
+from decent_dp.transport import sockets
 from decent_dp.transport.connections import Connections
 from decent_dp.transport.messages import ASK, BEAT, BYE, DROP, GOT, VOTE, pack
-from decent_dp.transport.peer_link import Channel, LinkState
-from decent_dp.transport.transfers import SMALL, PairExchange, Receiving, Sending
-from decent_dp.transport.votes import Verdict, Vote, Votes
-from decent_dp.transport.wire import Reader
-from tests.wires import make_connections
+from decent_dp.transport.peer_links import LinkState
+from decent_dp.transport.router import Reader, Router
+from decent_dp.transport.sockets import Channel
+from decent_dp.transport.transfers import SMALL, Receiving, Sending
+from decent_dp.transport.votes import PairExchange, Verdict, Vote, Votes
+from tests.wires import make_connections, make_links, message
 
 BUCKETS = 2
-
-
-class Clock:
-    """The only clock that the modules see."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        self.now += 1e-6
-        return self.now
+# The only clock that the links see.
+CLOCK = itertools.count(1.0, 1e-6)
 
 
 class Stream:
@@ -51,6 +44,7 @@ class Stream:
     def __init__(self) -> None:
         self.zmq = self
         self.is_router = self.closed = self.cut = False
+        self.channels: dict[bytes, Channel] = {}
         self.out: deque[list[Any]] = deque()
         self.arrived: deque[list[Any]] = deque()
         self._sending: list[Any] = []
@@ -89,7 +83,7 @@ class End:
 
     rank: int
     connections: Connections = field(init=False)
-    reader: Reader = field(init=False)
+    router: Any = field(init=False)
     # Of control and of bulk.
     streams: list[Stream] = field(default_factory=list)
     round: int = 0
@@ -98,13 +92,13 @@ class End:
     received: dict[tuple[int, int], bytes] = field(default_factory=dict)
     # Memory that the transport has given back, with what its owner has written to it since.
     given_back: list[bytearray] = field(default_factory=list)
-    channels: dict[Any, Channel] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.connections = make_connections(self.rank, hang_up=lambda _: self.cut())
+        self.connections = make_connections(self.rank, make_links(now=lambda: next(CLOCK)), lambda _: self.cut())
         self.flow, self.settlement = self.connections.flow, self.connections.settlement
-        polling: Any = SimpleNamespace(routes={}, owners=self.channels, is_watched=lambda socket: True)
-        self.reader = Reader(self.connections, polling, polling, polling, polling)
+        self.router = Router.__new__(Router)
+        self.router._sockets = SimpleNamespace(reads=lambda _: True)
+        self.router._reader = Reader(self.connections, self.router._sockets)
 
     @property
     def peer(self) -> int:
@@ -121,14 +115,14 @@ class End:
     def connect(self) -> None:
         self.streams = [Stream(), Stream()]
         made: list[Any] = [Channel(stream, plane) for plane, stream in enumerate(self.streams)]  # type: ignore[arg-type]
-        self.channels.clear()
-        self.channels.update(zip(self.streams, made, strict=True))
+        for stream, channel in zip(self.streams, made, strict=True):
+            stream.channels[b""] = channel
         self.connections.open(self.link, b"a process", *made)
 
     def read(self) -> None:
         if self.link.state is LinkState.OPEN:
             for stream in self.streams:
-                self.reader.read(stream, math.inf)  # type: ignore[arg-type]
+                self.router.read(stream, math.inf)
             if self.streams[0].cut:
                 self.connections.lose(self.link, "closed by the peer")
         self.flow.go_on()
@@ -207,14 +201,14 @@ class World:
     def abandon(self, end: End) -> None:
         for round_, bucket in end.open_rounds():
             in_doubt = end.link.votes.in_doubt(bucket)
-            end.settlement.abandon(end.link.pairs[bucket], late=False)
+            end.settlement.abandon(end.link.votes.pairs[bucket], late=False)
             assert in_doubt is (end.verdicts[round_, bucket] is None)
         end.flow.go_on()
 
     def drop(self, end: End) -> None:
         """It waits no longer for the end of its doubts."""
         for round_, bucket in end.open_rounds():
-            end.settlement.drop(end.link.pairs[bucket])
+            end.settlement.drop(end.link.votes.pairs[bucket])
             assert end.verdicts[round_, bucket] is Verdict.NEITHER
         end.flow.go_on()
 
@@ -296,12 +290,9 @@ class World:
 
 
 @pytest.fixture(autouse=True)
-def _virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     # Frames have 16 KiB at a rate that is not known: messages of 300 bytes are copied, larger ones are lent.
-    monkeypatch.setattr(peer_link, "_COPIED", 2**10)
-    for module in (flow, lateness, peer_link, peer_links, settlement, wire):
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(sockets, "_COPIED", 2**10)
 
 
 def run(seed: int, *, deaths: bool) -> tuple[int, int]:
@@ -335,26 +326,31 @@ def test_an_exchange_that_one_end_drops_alone_is_counted(seeds):
 # -- votes by hand ---------------------------------------------------------------------------------------------------------
 
 
+def pair_of(round_: int) -> PairExchange:
+    receiving, sending = (message(kind, (round_, 0, 0), 1) for kind in (Receiving, Sending))
+    return PairExchange(receiving, sending, lambda _: None)
+
+
 def test_votes_are_repeated_for_the_last_exchange_and_for_what_was_left_out():
-    votes = Votes()
-    votes.open(3, 0)
-    assert votes.vote_got(3, 0) == Vote(3, 0, got=True)
-    assert votes.verdict(3, 0) is None
+    votes, pair = Votes(), pair_of(3)
+    votes.open(pair)
+    assert votes.vote_got(pair, 1.0) == Vote(3, 0, got=True)
+    assert votes.verdict(pair) is None
     votes.hear(Vote(3, 0, got=True))
-    assert votes.verdict(3, 0) is Verdict.BOTH
-    votes.close(3, 0)
+    assert votes.verdict(pair) is Verdict.BOTH
+    del votes.pairs[0]
     votes.vote_drop(5, 0)
     votes.vote_drop(4, 1)
     assert list(votes.repeated()) == [Vote(3, 0, got=True), Vote(5, 0, got=False), Vote(4, 1, got=False)]
 
 
 def test_a_later_drop_does_not_undo_a_got():
-    votes = Votes()
-    votes.open(3, 0)
-    votes.vote_got(3, 0)
+    votes, pair = Votes(), pair_of(3)
+    votes.open(pair)
+    votes.vote_got(pair, 1.0)
     for vote in (Vote(3, 0, got=True), Vote(9, 0, got=False)):
         votes.hear(vote)
-    assert votes.verdict(3, 0) is Verdict.BOTH
+    assert votes.verdict(pair) is Verdict.BOTH
     assert votes.has_dropped(4, 0)
     assert not votes.has_dropped(3, 0)
 
@@ -382,7 +378,7 @@ def test_messages_without_an_exchange_are_no_error():
     end.streams[0].arrived.append([pack(BEAT, (7, 0, 0))])
     end.read()
     assert end.link.state is LinkState.OPEN
-    assert end.link.round == 7
+    assert end.link.says.round == 7
     end.streams[0].arrived.append([pack(BYE)])
     end.read()
     assert end.link.state is LinkState.GONE
@@ -431,7 +427,7 @@ def test_a_vote_that_was_revoked_while_the_connection_was_lost():
         world.open(end, (0, 0, 0))
         end.flow.go_on()
     first.link.votes.hear(Vote(0, 0, got=True))
-    pair = second.link.pairs[0]
+    pair = second.link.votes.pairs[0]
     pair.receiving.received = pair.receiving.size
     second.settlement.vote_if_complete(pair)
     world.cut()
@@ -458,7 +454,7 @@ def test_who_has_the_whole_message_says_on_a_new_connection_that_it_is_in_the_ex
         first.read()
         world.move(first, 100, [0])
         second.read()
-    assert not first.link.receivings
+    assert not first.link.lane.receivings
     world.cut()
     for end in world.ends:
         end.read()

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import zmq
 
-from decent_dp.transport.hello import CONTROL, Dialled, Identity, password
-from decent_dp.transport.messages import BYE, HELLO, pack
-from decent_dp.transport.peer_link import LinkState
+from decent_dp.transport.hello import Dialled, Identity, password
+from decent_dp.transport.messages import BYE, CONTROL, HELLO, pack
+from decent_dp.transport.peer_links import LinkState
 from decent_dp.transport.sockets import Curve
 from tests.wires import RUN, SECONDS, SECRET, Net, content, receive, send, wait_for
 
@@ -57,7 +57,7 @@ def test_the_routing_id_of_a_connection_is_of_no_use_at_the_other_listener():
         stranger.set(zmq.ROUTING_ID, link.channels[CONTROL].routing_id)
         stranger.connect(net.targets[listens].bulk)
         stranger.send(pack(BYE))
-        wait_for(lambda: net.wires[listens]._doorman.dropped > 0)
+        wait_for(lambda: net.wires[listens].router.doorman.dropped > 0)
         assert link.state is LinkState.OPEN
     finally:
         stranger.close()

@@ -32,7 +32,7 @@ from decent_dp.transport.control_plane import Courier
 from decent_dp.transport.liveness import WireNeighbours
 from decent_dp.transport.messages import AGREEMENT
 from decent_dp.transport.peer_errors import UnreachableError
-from decent_dp.transport.peer_link import LinkState
+from decent_dp.transport.peer_links import LinkState
 from decent_dp.transport.tree import spanning_tree
 from decent_dp.transport.wire import Wire
 from tests.helpers import some_in_the_fast_tests
@@ -82,7 +82,7 @@ class Company:
 
         with contextlib.suppress(RuntimeError):
             self.wire(rank).call(die)
-        self.wire(rank)._thread.join(5)
+        self.wire(rank).commands.thread.join(5)
 
     def run(self, work: Callable[[int, Collectives], Any], ranks: Sequence[int] | None = None) -> dict[int, Any]:
         """What ``work`` returns on each worker, or its error."""
@@ -539,7 +539,7 @@ def test_nobody_meets_a_process_that_joins_before_its_first_round(make):
     company.run(lambda rank, control: control.gather(rank))
     wire, edge = company.wire(0), Edge([0, 1], 0.5)
     neighbours, link = WireNeighbours(wire, 0, DEAD_AFTER), wire.links.to(1)
-    link.start, link.round = 50, 51
+    link.start, link.says.round = 50, 51
     for round_, meets in ((10, False), (49, False), (50, True)):
         neighbours.announce(round_)
         assert neighbours.table.usable(edge, ExchangeId(round_, 0)) == meets
@@ -569,7 +569,7 @@ def test_a_message_that_is_none_costs_its_connection_only(make):
     while company.wire(0).links.to(1).why is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert company.wire(0)._thread.is_alive()
+    assert company.wire(0).commands.thread.is_alive()
 
 
 def test_a_transport_that_is_closed_waits_for_nobody(make):

@@ -15,13 +15,13 @@ import zmq
 
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses, peer_errors, rendezvous
-from decent_dp.transport.hello import BULK, CONTROL, REPLACED, Dialled, Identity, ReplacedError, Visitor
-from decent_dp.transport.messages import DATA, HELLO, START, pack
+from decent_dp.transport.hello import REPLACED, Dialled, Identity, ReplacedError, Visitor
+from decent_dp.transport.messages import BULK, CONTROL, DATA, HELLO, START, pack
 from decent_dp.transport.peer_errors import GreetingError
-from decent_dp.transport.peer_link import LinkState
+from decent_dp.transport.peer_links import LinkState
 from decent_dp.transport.sockets import Event
-from decent_dp.transport.transfers import PairExchange, Receiving, Sending
-from decent_dp.transport.votes import Verdict
+from decent_dp.transport.transfers import Receiving, Sending
+from decent_dp.transport.votes import PairExchange, Verdict
 from tests.test_transport import caught, exchanges, grouping, pairing, swap
 from tests.wires import SECRET, Net, Unwired, identity, make_doorman, message, receive
 
@@ -35,7 +35,7 @@ def on_nodes_of_their_own(rank: int, n: int) -> bool:
     exchanges(transport, pairing(n), torch.float32)
     exchanges(transport, grouping(n), torch.float32, first=100)
     transport.close()
-    return all(listener.curve is not None for listener in transport._wire._listeners)
+    return all(listener.curve is not None for listener in transport._wire.router._listeners)
 
 
 def test_workers_on_other_nodes_exchange_over_encrypted_connections(workers):
@@ -256,7 +256,7 @@ def test_what_needs_a_connection_that_cannot_be_made_fails():
 def test_every_message_comes_in_the_end(rate, size):
     """Whatever the rates of a link and of all links, and however they differ, bytes are wanted until all have come."""
     wires, key = Unwired(), (0, 0, 2)
-    wires.link.pace.rate = rate
+    wires.link.lane.pace.rate = rate
     receiving = wires.expect(key, size)
     wires.start(key, 0, 0, size)
     for _ in range(2000):
@@ -267,21 +267,21 @@ def test_every_message_comes_in_the_end(rate, size):
             break
     assert receiving.received == size
     assert wires.headers(START)[-1].first == size, "the sender may use its memory again"
-    assert wires.link.pace.due == wires.link.network.pace.due == 0
+    assert wires.link.lane.pace.due == wires.link.lane.network.pace.due == 0
 
 
 def test_what_is_on_its_way_is_bounded_by_time():
     wires, key = Unwired(), (0, 0, 2)
-    wires.link.pace.rate = wires.link.network.pace.rate = 1e6
+    wires.link.lane.pace.rate = wires.link.lane.network.pace.rate = 1e6
     receiving = wires.expect(key, 2**25)
     wires.start(key, 0, 0, 2**25)
-    assert wires.link.pace.due == receiving.granted == 250_000
+    assert wires.link.lane.pace.due == receiving.granted == 250_000
 
 
 def test_a_start_that_comes_before_the_exchange_is_kept():
     wires, key = Unwired(), (3, 0, 0)
     wires.start(key, 0, 2**17, 2**20)
-    assert key in wires.link.early
+    assert key in wires.link.lane.early
     wires.expect(key, 2**20)
     sending = wires.post(key, 2**20)
     wires.flow.go_on()
@@ -307,7 +307,7 @@ def test_a_message_goes_on_where_it_was_on_a_new_connection():
     wires.start(key, 0, 2**20, 2**20)
     wires.data(key, 0, 2**16, 2**20)
     wires.connections.lose(wires.link, "cut")
-    assert wires.link.pace.due == 0
+    assert wires.link.lane.pace.due == 0
     wires.headers(DATA)
     wires.open()
     assert wires.headers(START)[0].first == 2**16

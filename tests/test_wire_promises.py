@@ -12,6 +12,7 @@ import random
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -26,14 +27,23 @@ import decent_dp
 from decent_dp.errors import WireError
 from decent_dp.topo import Edge
 from decent_dp.transport import ProcessGroupTransport, addresses, rendezvous
-from decent_dp.transport.hello import BULK, CONTROL, password
-from decent_dp.transport.messages import DATA, HEADER_BYTES, HELLO, HINT, LARGEST_FRAME, START, VERSION, pack
+from decent_dp.transport.hello import password
+from decent_dp.transport.messages import (
+    BULK,
+    CONTROL,
+    DATA,
+    HEADER_BYTES,
+    HELLO,
+    HINT,
+    LARGEST_FRAME,
+    START,
+    VERSION,
+    pack,
+)
 from decent_dp.transport.pace import Pace
 from decent_dp.transport.peer_errors import UnreachableError
-from decent_dp.transport.peer_link import Channel
-from decent_dp.transport.polling import Polling
-from decent_dp.transport.sockets import _OPEN, Curve, Event, Sockets, _inode_of
-from decent_dp.transport.wire import Reader
+from decent_dp.transport.router import Router
+from decent_dp.transport.sockets import _OPEN, Channel, Curve, Event, Sockets, _inode_of
 from tests.wires import SECONDS, SECRET, Net, Unwired, content, make_doorman, receive, send, wait_for
 
 # -- sockets -----------------------------------------------------------------------------------------------------------------
@@ -82,7 +92,7 @@ def ends_without_a_close(rank: int, n: int, path: Path) -> None:
     transport = ProcessGroupTransport()
     transport.prepare([Edge([0, 1], 0.5)])
     transport.control.gather(None)  # both are connected
-    thread = transport._wire._thread
+    thread = transport._wire.commands.thread
 
     def look() -> None:
         (path / str(rank)).write_text(str(thread.is_alive()))
@@ -123,7 +133,7 @@ def test_the_end_of_the_bulk_connection_is_not_that_of_the_messages():
         net.connect()
         arrived = receive(net.wires[0], 1, (0, 0, 2), 1000)
         bulk = net.wires[0].links.by_rank[1].channels[BULK]
-        net.wires[0].call(lambda: net.wires[0]._end(bulk))
+        net.wires[0].call(lambda: net.wires[0].router._reader.end(bulk))
         sent = content(0, 1000)
         send(net.wires[1], 0, (0, 0, 2), sent)
         assert arrived.result(SECONDS) == sent
@@ -270,14 +280,14 @@ def test_strangers_are_reported_once_and_nothing_tells_the_secret(caplog):
             stream.plain_username, stream.plain_password = b"worker", password(SECRET)
             stream.connect(net.targets[0].control)
             stream.send_multipart([pack(1, flags=1), b"no hello"])
-        wait_for(lambda: net.wires[0]._doorman.dropped >= 3)
+        wait_for(lambda: net.wires[0].router.doorman.dropped >= 3)
     finally:
         for stream in streams:
             stream.close()
         net.close()
     assert [record.message for record in caplog.records if "did not greet" in record.message].__len__() == 1
     curve = Curve.create()
-    told = caplog.text + repr(net.wires[0]) + repr(net.wires[0]._identity) + repr(curve)
+    told = caplog.text + repr(net.wires[0]) + repr(net.wires[0].router._identity) + repr(curve)
     assert SECRET.decode() not in told
     assert curve.secret.hex() not in told
     assert repr(curve.secret) not in told
@@ -359,7 +369,7 @@ def test_an_earlier_round_has_the_uplink_for_all_of_its_bytes_in_flight():
 def test_frames_are_as_large_as_the_network_is_fast(rate, granted, frame):
     """At least 16 KiB; an eighth of what is wanted, or what comes in 5 ms, up to 128 KiB and half of what is wanted."""
     wires = Unwired()
-    wires.link.network.pace.rate = rate
+    wires.link.lane.network.pace.rate = rate
     wires.post((3, 0, 0), 2**22)
     wires.start((3, 0, 0), 0, granted, 2**22)
     assert wires.headers(DATA)[0].second == frame
@@ -369,7 +379,7 @@ def test_a_hint_that_is_sent_before_there_is_a_connection_is_kept():
     wires = Unwired()
     wires.connections.lose(wires.link, "cut")
     wires.sent[1].clear()
-    wires.flow.send_hint(1, (0, 0, 1), b"hint")
+    wires.connections.hints.send(1, (0, 0, 1), b"hint")
     assert wires.sent[1] == []
     wires.open()
     assert b"hint" in wires.sent[1]
@@ -416,6 +426,27 @@ def test_who_could_not_be_reached_is_tried_again():
         assert time.monotonic() - began < 1.5
     finally:
         net.close()
+
+
+@pytest.mark.timeout(30)
+def test_who_was_about_to_be_let_in_is_dialled_again():
+    """The connection that has ended an attempt may be lost before it is used."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        net = Net(2)
+        try:
+            target = net.targets[0]
+            port = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+            net.targets[0] = replace(target, control=port, bulk=port)
+            dialler = net.wires[1].router._dialler
+            net.wires[1].connect(0)
+            wait_for(lambda: dialler._wanted and dialler._wanted[0].ends)
+            net.targets[0] = target
+            net.wires[1].call(lambda: dialler.cancel(0))
+            began = time.monotonic()
+            assert net.wires[1].is_connected(0)
+            assert time.monotonic() - began < 3
+        finally:
+            net.close()
 
 
 @pytest.mark.timeout(30)
@@ -466,46 +497,45 @@ def test_a_busy_worker_is_dialled_again():
                 thread.join(SECONDS)
 
 
-NOBODY: Any = None
+class Listener:
+    """Hashable, as a socket is."""
 
+    is_router, is_open_to_others = True, True
 
-class Noise:
-    """A socket whose peer sends without end."""
+    def __init__(self, events: Sequence[Event] = ()) -> None:
+        self.zmq, self.channels, self.pending = self, dict[bytes, Channel](), events
 
-    is_router, closed = False, False
-
-    def __init__(self) -> None:
-        self.zmq = self
+    def events(self) -> Sequence[Event]:
+        return self.pending
 
     def recv(self, *_: Any) -> bytes:
         return b"noise"
 
-    def get(self, _: Any) -> bool:
-        return False
+
+def make_router(**parts: Any) -> Any:
+    """Of a worker without sockets and threads."""
+    router = Router.__new__(Router)
+    vars(router).update(parts)
+    return router
 
 
 def test_who_sends_without_end_keeps_the_thread_for_a_bounded_time():
-    noise: Any = Noise()
-    polling = Polling(None)  # type: ignore[arg-type]
-    polling.owners[noise] = Channel(noise, CONTROL)
-    polling.is_watched = lambda _: True  # type: ignore[method-assign]
-    doorman: Any = SimpleNamespace(dropped=0)
-    began = time.monotonic()
-    Reader(NOBODY, polling, doorman, NOBODY, NOBODY).read(noise, began + 0.05)
+    heard, began = [], time.monotonic()
+    doorman = SimpleNamespace(hear=lambda *found: heard.append(found))
+    make_router(_sockets=SimpleNamespace(reads=lambda _: True), doorman=doorman).read(Listener(), began + 0.05)
     assert time.monotonic() - began < 2
-    assert doorman.dropped > 0
+    assert heard
 
 
 @pytest.mark.parametrize("is_open", [True, False])
 def test_a_routing_id_that_others_may_have_seen_is_of_one_connection(is_open):
-    listener: Any = Listener()
-    listener.is_router, listener.is_open_to_others = True, is_open
-    listener.events = lambda: [Event(zmq.EVENT_DISCONNECTED, 5)]
-    polling, channel = Polling(None), Channel(listener, CONTROL, b"id", 5)  # type: ignore[arg-type]
-    polling.accept([channel])
-    Reader(NOBODY, polling, NOBODY, NOBODY, NOBODY).read_events(listener)
-    assert ((listener, b"id") in polling.routes) == (not is_open), "elsewhere, what came before the end is read"
-    assert polling.over == [channel]
+    listener: Any = Listener([Event(zmq.EVENT_DISCONNECTED, 5)])
+    listener.is_open_to_others = is_open
+    channel = listener.channels[b"id"] = Channel(listener, CONTROL, b"id", 5)
+    reader = SimpleNamespace(over=[])
+    make_router(_reader=reader).read_events(listener)
+    assert (b"id" in listener.channels) == (not is_open), "elsewhere, what came before the end is read"
+    assert reader.over == [channel]
 
 
 def has_no_descriptor(rank: int, n: int) -> str:
@@ -525,19 +555,11 @@ def test_a_socket_that_cannot_be_made_is_an_error_on_all_workers(workers):
 
 def test_a_descriptor_that_is_used_anew_at_the_other_listener():
     """The events of two listeners come in no common order: the end of an old connection is not that of the new one."""
-    control, bulk = (Listener(), Listener())
-    doorman = make_doorman()
+    control, bulk = Listener(), Listener()
+    doorman: Any = make_doorman()
     for socket_, kind in ((control, zmq.EVENT_ACCEPTED), (bulk, zmq.EVENT_ACCEPTED), (control, zmq.EVENT_DISCONNECTED)):
         doorman.on_event(socket_, Event(kind, 5))
     assert list(doorman._strangers) == [(bulk, 5)]
-
-
-def fail(error: Exception) -> None:
-    raise error
-
-
-class Listener:
-    """Hashable, as a socket is."""
 
 
 def refuses(rank: int, n: int) -> list[str]:
@@ -628,7 +650,7 @@ def test_hints_are_of_buckets_that_there_can_be():
     net = Net(2)
     try:
         net.connect()
-        net.wires[1].call(lambda: net.wires[1].flow.send_hint(0, (0, 2**20, HINT), b""))
+        net.wires[1].call(lambda: net.wires[1].hints.send(0, (0, 2**20, HINT), b""))
         late = receive(net.wires[0], 1, (0, 0, 2), 1000)
         with pytest.raises(WireError, match="too many"):
             late.result(SECONDS)

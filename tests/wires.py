@@ -15,15 +15,15 @@ from typing import Any
 from unittest.mock import Mock
 
 from decent_dp.transport.addresses import probe
+from decent_dp.transport.commands import Clock
 from decent_dp.transport.connections import Connections
 from decent_dp.transport.dialling import Target
 from decent_dp.transport.hello import Credentials, Identity, password
 from decent_dp.transport.listening import Doorman
 from decent_dp.transport.messages import DATA, HEADER_BYTES, OFFERS, START, Header, Key, unpack
 from decent_dp.transport.peer_errors import UnreachableError
-from decent_dp.transport.peer_link import Channel
 from decent_dp.transport.peer_links import PeerLinks
-from decent_dp.transport.sockets import Curve, Sockets
+from decent_dp.transport.sockets import Channel, Curve, Sockets
 from decent_dp.transport.transfers import Receiving, Sending
 from decent_dp.transport.wire import Wire
 
@@ -106,7 +106,7 @@ class Net:
     def connect(self) -> None:
         for wire in self.wires:
             for peer in range(len(self.wires)):
-                if peer != wire._identity.rank:
+                if peer != wire.control_plane.rank:
                     wire.connect(peer)
         for rank, wire in enumerate(self.wires):
             assert all(wire.is_connected(peer) for peer in range(len(self.wires)) if peer != rank)
@@ -116,7 +116,7 @@ class Net:
         before = dict(self.unreachable)
         self.unreachable.update(dict.fromkeys(range(len(self.wires)), UnreachableError("there", "timed out")))
         for wire in self.wires:
-            peers = [peer for peer in wire.links.by_rank if rank in (peer, wire._identity.rank)]
+            peers = [peer for peer in wire.links.by_rank if rank in (peer, wire.control_plane.rank)]
             for peer in peers:
                 wire.call(lambda wire=wire, peer=peer: wire.connections.lose(wire.links.to(peer), "frozen by the test"))
 
@@ -135,9 +135,14 @@ class Net:
             assert not thread.is_alive()
 
 
-def make_connections(rank: int = 0, local: frozenset[int] = frozenset(), hang_up: Callable[[Any], None] = id) -> Connections:
-    """Of a worker without sockets and threads."""
-    return Connections(rank, PeerLinks(local), Mock(leaving={}, hang_up=hang_up), Mock(), 10.0)
+def make_links(local: Collection[int] = (), now: Callable[[], float] | None = None) -> PeerLinks:
+    """Of a worker without sockets and threads. ``now``: its clock."""
+    clock: Any = Clock(1e6) if now is None else SimpleNamespace(now=now)
+    return PeerLinks(frozenset(local), range(8), 10.0, clock)
+
+
+def make_connections(rank: int, links: PeerLinks, hang_up: Callable[[Any], None] = id) -> Connections:
+    return Connections(rank, links, Mock(hang_up=hang_up), Mock(), Mock())
 
 
 class Unwired:
@@ -150,8 +155,9 @@ class Unwired:
 
     def __init__(self, peers: int = 1, *, near: bool = False) -> None:
         self.hung_up: list[Channel] = []
-        self.connections = make_connections(0, frozenset(range(1, peers + 1) if near else ()), self.hung_up.append)
-        self.flow, self.links = self.connections.flow, self.connections.links
+        self.links = make_links(range(1, peers + 1) if near else ())
+        self.connections = make_connections(0, self.links, self.hung_up.append)
+        self.flow = self.connections.flow
         self.sent: dict[int, list[bytes]] = {peer: [] for peer in range(1, peers + 1)}
         self.lent = 0
         for peer in self.sent:
@@ -185,7 +191,7 @@ class Unwired:
     def start(self, key: Key, had: int, wanted: int, size: int, peer: int = 1, *, offers: bool = True) -> None:
         """A START has come."""
         header = Header(START, OFFERS if offers else 0, 0, key, had, wanted, size)
-        self.flow.hear_start(self.links.to(peer), header, b"")
+        self.flow.hear_start(self.links.to(peer), header)
         self.flow.go_on()
 
     def data(self, key: Key, begin: int, length: int, size: int) -> bool:

@@ -1,21 +1,62 @@
-"""Calls that other threads queue for the transport's thread."""
+"""What other threads share with the transport's thread: a queue of calls, and a clock."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
 from decent_dp.errors import PeerLostError
+from decent_dp.transport.sockets import SILENT
 from decent_dp.transport.waiter import start_thread
 
-__all__ = ["Commands"]
+__all__ = ["Clock", "Commands"]
 
 T = TypeVar("T")
+
+# Seconds between two heartbeats, at most.
+_BEAT = 1.0
+
+
+class Clock:
+    """The monotonic clock, which stands still while this process, or the transport's thread, is stopped: nobody could be heard,
+    so no peer is silent or late for that.
+
+    Attributes:
+        interval: seconds between two heartbeats, and the most between two looks.
+    """
+
+    def __init__(self, dead_after: float) -> None:
+        self.interval, self._hole = min(_BEAT, dead_after / 10), SILENT * dead_after
+        # When the thread last looked, on the monotonic clock, and the seconds of all stops before. One tuple, as it is read
+        # by other threads.
+        self._state = time.monotonic(), 0.0
+        self._woke = -math.inf
+
+    def now(self) -> float:
+        looked, stopped = self._state
+        return min(time.monotonic(), looked + 2 * self.interval) - stopped
+
+    def look(self) -> None:
+        """The thread goes on: called before it reads what has come meanwhile."""
+        now, (looked, stopped) = time.monotonic(), self._state
+        late = now - looked - self.interval
+        if late > self.interval:
+            stopped += late
+        self._state = now, stopped
+        if late > self._hole:
+            self._woke = now - stopped
+
+    def woke(self) -> float:
+        """When this process last went on after a stop in which it became a hole; -inf for never."""
+        is_stopped = time.monotonic() - self._state[0] - self.interval > self._hole
+        return self.now() if is_stopped else self._woke
 
 
 class Commands:
@@ -125,16 +166,16 @@ class Commands:
         for _ in range(len(self._waiting)):
             self._waiting.popleft()()
 
-    def run_last(self) -> None:
-        """Runs the remaining calls and ignores their errors, so that the messages that they add fail and their waiters wake."""
-        while self._waiting:
-            with contextlib.suppress(Exception):
-                self._waiting.popleft()()
-
-    def end(self) -> None:
-        """Nothing is called any more, unless something was added in the meantime."""
-        with self._lock:
-            self.ended = not self._waiting
+    def end(self, fail_all: Callable[[], None]) -> None:
+        """Runs the remaining calls and ignores their errors; ``fail_all`` fails the messages that they add, so that their
+        waiters wake. Nothing is called any more."""
+        while not self.ended:
+            while self._waiting:
+                with contextlib.suppress(Exception):
+                    self._waiting.popleft()()
+            fail_all()
+            with self._lock:
+                self.ended = not self._waiting
 
     def end_in_child(self) -> None:
         """In a forked process, which has no such thread."""

@@ -1,21 +1,20 @@
-"""Connections to peers that begin, break and end, and what becomes of the messages and exchanges over them."""
+"""Links that begin, break and end, and what becomes of the messages, exchanges and requests over them."""
 
 from __future__ import annotations
 
 import logging
 import math
-import time
 
 from decent_dp.errors import WireError
 from decent_dp.transport.control_plane import ControlPlane
 from decent_dp.transport.flow import Flow
+from decent_dp.transport.hints import Hints
 from decent_dp.transport.messages import BYE, Header, pack
 from decent_dp.transport.pace import Pace
-from decent_dp.transport.peer_link import Channel, LinkState, PeerLink
-from decent_dp.transport.peer_links import PeerLinks
-from decent_dp.transport.polling import Polling
+from decent_dp.transport.peer_links import LinkState, PeerLink, PeerLinks
+from decent_dp.transport.requests import Requests
 from decent_dp.transport.settlement import Settlement
-from decent_dp.transport.sockets import SILENT
+from decent_dp.transport.sockets import SILENT, Channel, Sockets
 
 __all__ = ["LINGER", "Connections"]
 
@@ -32,68 +31,69 @@ class Connections:
 
     Args:
         rank: this worker's.
-        dead_after: seconds without a sign of life after which a peer is dead.
 
     Attributes:
-        links: to all peers.
-        flow, settlement: of the messages and exchanges over them.
+        flow, hints, settlement: of the messages and exchanges over the links.
+        lingering: connections that stay open for a while though their link is over, and until when.
         leaving: this worker has said BYE.
         made_again: connections in place of lost ones.
         replaced: another process is this worker by now.
     """
 
-    def __init__(self, rank: int, links: PeerLinks, polling: Polling, control_plane: ControlPlane, dead_after: float) -> None:
-        self.links, self._polling, self.control_plane, self._dead_after = links, polling, control_plane, dead_after
-        self.flow = Flow(rank, links, self.fail)
+    def __init__(self, rank: int, links: PeerLinks, sockets: Sockets, control_plane: ControlPlane, requests: Requests) -> None:
+        self.links, self._sockets, self.control_plane, self.requests = links, sockets, control_plane, requests
+        self.flow, self.hints = Flow(rank, links, self.fail), Hints(links)
         self.settlement = Settlement(self.flow, links, self.lose)
+        self.lingering: dict[Channel, float] = {}
         self.leaving = self.replaced = False
         self.made_again = 0
 
-    def open(self, link: PeerLink, uid: bytes, *channels: Channel) -> None:
-        """Uses connections, for control and bulk, to a process of the peer, which has proven who it is."""
-        self.made_again += bool(link.uid) and link.state is not LinkState.JOINING
-        self._use(link, LinkState.OPEN, uid, channels)
-        link.pace = Pace()  # it may take another, slower route
+    def open(self, link: PeerLink, uid: bytes, *channels: Channel, joins: bool = False) -> None:
+        """Uses connections, for control and bulk, to a process of the peer, which has proven who it is.
+
+        Args:
+            joins: it, or this one, is no member for the other one yet.
+        """
+        was_joining = link.state is LinkState.JOINING
+        self.made_again += bool(link.uid) and not was_joining
+        for channel in channels:
+            channel.link = link
+            self._sockets.use(channel)
+        link.channels, link.uid, link.why = channels, uid, None
+        link.enter(LinkState.JOINING if joins else LinkState.OPEN)
+        link.heard = link.since
+        if not was_joining:
+            self.requests.ask_again(link)
+        if joins:
+            return
+        link.lane.pace = Pace()  # it may take another, slower route
         self.settlement.repeat(link)
+        for key, hint in list(link.lane.hints.values()):
+            self.hints.send(link.peer, key, hint)
         self.flow.resume(link)
         if self.leaving:
             self.say_bye()
         self.links.beat(link)  # says in which round and epoch this worker is
         self.control_plane.reconnected(link.peer)
 
-    def open_joining(self, link: PeerLink, uid: bytes, *channels: Channel) -> None:
-        """Uses connections between two processes of which one is no member for the other yet."""
-        self.made_again += bool(link.uid)
-        self._use(link, LinkState.JOINING, uid, channels)
-
-    def _use(self, link: PeerLink, state: LinkState, uid: bytes, channels: tuple[Channel, ...]) -> None:
-        was_joining = link.state is LinkState.JOINING
-        for channel in channels:
-            channel.link = link
-        link.channels = channels
-        link.enter(state)
-        link.heard, link.refused, link.why, link.uid = link.since, False, None, uid
-        if not was_joining:
-            link.ask_again()
-
-    # -- processes that join ------------------------------------------------------------------------------------------
-
     def let_join(self, peer: int, incarnation: int, uid: bytes, *channels: Channel) -> None:
         """A process that is no member has connected."""
         if (before := self.links.joiners.get((peer, incarnation))) is not None:
             self.lose(before, "replaced by the peer")
         link = self.links.joiners[peer, incarnation] = self.links.new(peer, incarnation)
-        self.open_joining(link, uid, *channels)
+        self.open(link, uid, *channels, joins=True)
 
     def renew(self, peer: int, incarnation: int, start: int) -> None:
         """Another process is this peer now, from round ``start`` on. It counts as one that was connected just now; if it has
         joined over a connection to this worker, that is the member's from now on."""
+        if self.links.known(peer).incarnation >= incarnation:
+            return
+        self.links.expected.add(peer)
         self.give_up(self.links.to(peer), "another process has taken its place")
         link = self.links.by_rank[peer] = self.links.new(peer, incarnation)
         link.start = start
         link.enter(LinkState.BROKEN)
         link.heard = link.since
-        self.flow.hints.drop(peer)
         self.control_plane.agreements.renew(peer, incarnation)
         joiner = self.links.joiners.pop((peer, incarnation), None)
         if joiner is not None and joiner.channels:
@@ -109,13 +109,13 @@ class Connections:
 
     def hear_bye(self, link: PeerLink, channel: Channel, header: Header) -> None:
         """The peer leaves, or has heard that this worker does."""
-        link.left = True
+        link.says.left = True
         if header.flags == _ANSWER:
             return
         self.control_plane.agreements.departed(link.peer)
         channel.send(pack(BYE, flags=_ANSWER))
         for left in link.channels:
-            self._polling.leaving[left] = time.monotonic() + LINGER
+            self.lingering[left] = self.links.clock.now() + LINGER
         self.give_up(link, "the peer has left")
 
     def lose(self, link: PeerLink, reason: str, error: ConnectionError | None = None) -> None:
@@ -128,7 +128,7 @@ class Connections:
         link.why = error or ConnectionError(reason)
         self.flow.fail_groups(link, link.why)
         # Its heartbeats have come until then, whatever its interpreter did.
-        link.heard = max(link.heard, link.since - SILENT * self._dead_after)
+        link.heard = max(link.heard, link.since - SILENT * self.links.dead_after)
         if link.losses.again():
             _log.warning(
                 "the connection to worker %d has broken %d times within %.0f s, the last time as follows: %s. It is made "
@@ -153,7 +153,7 @@ class Connections:
         if isinstance(error, WireError):
             _log.warning("the connection to worker %d was closed for good: %s", link.peer, error)
         else:
-            for pair in link.pairs.values():
+            for pair in link.votes.pairs.values():
                 pair.receiving.failed(error)
         self.give_up(link, str(error), may_live=True)
 
@@ -161,12 +161,12 @@ class Connections:
         """The peer counts as dead, though it may come back."""
         self.flow.fail_groups(link, link.why_lost)
         self.settlement.expire(link, may_live=may_live)
-        link.fail_questions()
+        self.requests.fail(link)
 
     def _let_go(self, link: PeerLink) -> None:
         """Closes the connections."""
         for channel in link.channels:
-            if channel not in self._polling.leaving:
-                self._polling.hang_up(channel)
+            if channel not in self.lingering:
+                self._sockets.hang_up(channel)
         link.channels = ()
         self.flow.release(link)

@@ -5,8 +5,6 @@ The order of messages on a link decides when a bucket can be mixed. So a receive
 arrived is bounded by time, from what peers were seen to send (``pace``). So an earlier round can overtake, and the queue at a
 slow link stays short. Inside a node whole messages are wanted at once, as each turn of this thread may wait for the
 interpreter.
-
-Connections inside a node and connections to other nodes do not share a link: each kind has its own order and window.
 """
 
 from __future__ import annotations
@@ -14,15 +12,24 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-import time
 from collections.abc import Callable
 
 from decent_dp.errors import WireError
-from decent_dp.transport.hello import BULK, CONTROL
-from decent_dp.transport.hints import Hints
-from decent_dp.transport.messages import DATA, HINT, LARGEST_FRAME, OFFERS, START, WHOLE, Header, Key, check_size, pack
-from decent_dp.transport.peer_link import LinkState, Network, PeerLink
-from decent_dp.transport.peer_links import PeerLinks
+from decent_dp.transport.messages import (
+    BULK,
+    CONTROL,
+    DATA,
+    LARGEST_FRAME,
+    OFFERS,
+    START,
+    WHOLE,
+    Header,
+    Key,
+    check_ahead,
+    check_size,
+    pack,
+)
+from decent_dp.transport.peer_links import LinkState, Network, PeerLink, PeerLinks
 from decent_dp.transport.streams import profiled
 from decent_dp.transport.transfers import SMALL, Message, Receiving, Sending
 
@@ -48,14 +55,12 @@ class Flow:
 
     Attributes:
         dropped: messages that came and were not asked for.
-        hints: of the others.
     """
 
     def __init__(self, rank: int, links: PeerLinks, fail: Callable[[PeerLink, BaseException], None]) -> None:
-        self._rank, self._links, self._fail = rank, links, fail
+        self._rank, self._links, self._fail, self._now = rank, links, fail, links.clock.now
         self._order = itertools.count()
         self.dropped = 0
-        self.hints = Hints()
 
     def go_on(self) -> bool:
         """Asks for what may come, and sends what may go, now. Returns whether there is more to send."""
@@ -74,27 +79,25 @@ class Flow:
 
     def resume(self, link: PeerLink) -> None:
         """There is a connection, perhaps in place of a lost one: messages go on where they were."""
-        for key, hint in link.hints.values():
-            link.say(pack(START, key), hint)
-        for receiving in list(link.receivings.values()):
+        for receiving in list(link.lane.receivings.values()):
             self._begin(link, receiving)
-        for sending in list(link.sendings.values()):
-            if sending.is_mutual and sending.key not in link.receivings:  # the peer may not know that this one is in it
+        for sending in list(link.lane.sendings.values()):
+            if sending.is_mutual and sending.key not in link.lane.receivings:  # the peer may not know that this one is in it
                 link.say(pack(START, sending.key, OFFERS, sending.size, sending.size, sending.size))
             self.queue(sending)
 
     def release(self, link: PeerLink) -> None:
         """The connection is lost. What has arrived of messages is kept for the next one."""
-        for receiving in link.receivings.values():
+        for receiving in link.lane.receivings.values():
             self._want_nothing(link, receiving)
             receiving.granted, receiving.offered = receiving.received, False
-        for sending in link.sendings.values():
+        for sending in link.lane.sendings.values():
             sending.granted, sending.offered, sending.lent = 0, False, False
-        link.early.clear()
+        link.lane.early.clear()
 
     def fail_groups(self, link: PeerLink, error: BaseException) -> None:
         """The messages of groups fail: they do not wait for another connection."""
-        for messages in (link.receivings, link.sendings):
+        for messages in (link.lane.receivings, link.lane.sendings):
             for message in [message for message in messages.values() if not message.is_mutual]:
                 del messages[message.key]
                 # A peer that has ended needs nothing more, and libzmq reads no memory for it. It may have had all of it.
@@ -121,34 +124,34 @@ class Flow:
         link = self._admit(receiving)
         if link is None:
             return
-        link.receivings[receiving.key] = receiving
+        link.lane.receivings[receiving.key] = receiving
         self._forget_before(link, receiving.key)
-        early = link.early.get(receiving.key)
+        early = link.lane.early.get(receiving.key)
         if early is not None and early.flags & OFFERS:
             receiving.offered = True
             if not receiving.is_mutual:
-                del link.early[receiving.key]
+                del link.lane.early[receiving.key]
         if link.state is LinkState.OPEN:
             self._begin(link, receiving)
 
     def _begin(self, link: PeerLink, receiving: Receiving) -> None:
         """Asks for a message, or for the rest of it on a new connection."""
-        if receiving.size <= SMALL or link.network.local:
+        if receiving.size <= SMALL or link.lane.network.local:
             self._want(link, receiving, receiving.size)
             return
         if receiving.offered:
-            bisect.insort(link.network.wanted, (receiving.priority, receiving))
-            self._want_more(link.network)
+            bisect.insort(link.lane.network.wanted, (receiving.priority, receiving))
+            self._want_more(link.lane.network)
         if receiving.is_mutual and receiving.granted == receiving.received:
             # It says that this worker is in the exchange. Of the first message the peer may send the beginning once it is, too.
-            is_first = not link.network.pace.due and not any(r.granted > r.received for r in link.receivings.values())
-            ahead = link.network.pace.window
+            is_first = not link.lane.network.pace.due and not any(r.granted > r.received for r in link.lane.receivings.values())
+            ahead = link.lane.network.pace.window
             upto = min(receiving.size, receiving.received + ahead) if is_first and not receiving.offered else receiving.granted
             self._want(link, receiving, upto)
 
     def _want(self, link: PeerLink, receiving: Receiving, upto: int) -> None:
         if receiving.offered and receiving.size > SMALL:
-            link.want(upto - receiving.granted, asks=True)
+            link.lane.want(upto - receiving.granted, self._now(), asks=True)
         receiving.granted = upto
         self._start(link, receiving)
 
@@ -161,7 +164,7 @@ class Flow:
         while i < len(network.wanted):
             receiving = network.wanted[i][1]
             link = self._links.by_rank[receiving.peer]
-            space = network.space(receiving, link)
+            space = network.space(receiving, link.lane.pace)
             if not space:
                 return
             self._want(link, receiving, receiving.granted + space)
@@ -176,9 +179,9 @@ class Flow:
             receiving.offered = True
             if receiving.size > SMALL:
                 if receiving.granted > receiving.received:
-                    link.want(receiving.granted - receiving.received)
+                    link.lane.want(receiving.granted - receiving.received, self._now())
                 if receiving.granted < receiving.size:
-                    bisect.insort(link.network.wanted, (receiving.priority, receiving))
+                    bisect.insort(link.lane.network.wanted, (receiving.priority, receiving))
 
     def memory_for(self, link: PeerLink, header: Header) -> memoryview | None:
         """Where the body of a DATA message goes; None: it is not wanted any more.
@@ -186,7 +189,7 @@ class Flow:
         Raises:
             WireError: the peer has got out of step.
         """
-        receiving = link.receivings.get(header.key)
+        receiving = link.lane.receivings.get(header.key)
         if receiving is None:
             self.dropped += 1
             return None
@@ -205,16 +208,16 @@ class Flow:
 
     def arrived(self, link: PeerLink, header: Header) -> None:
         """A part of a message was written to its memory."""
-        receiving, length = link.receivings[header.key], header.second
+        receiving, length = link.lane.receivings[header.key], header.second
         self._links.hear_round(link, header.key)
         link.join(header.key)
         self._offered(link, receiving)
         receiving.received += length
-        link.moved = time.monotonic()
+        link.lane.moved = self._now()
         if receiving.size > SMALL:
-            link.came(length)
+            link.lane.came(length)
         if receiving.received == receiving.size:
-            del link.receivings[receiving.key]
+            del link.lane.receivings[receiving.key]
             if not (receiving.is_mutual or _is_light(link, receiving)):
                 self._start(link, receiving)  # the sender may use its memory again
             receiving.done()
@@ -225,9 +228,9 @@ class Flow:
         link = self._admit(sending)
         if link is None:
             return
-        link.sendings[sending.key] = sending
+        link.lane.sendings[sending.key] = sending
         self._forget_before(link, sending.key)
-        early = link.early.pop(sending.key, None)
+        early = link.lane.early.pop(sending.key, None)
         if early is not None:
             try:
                 self._wanted(link, sending, early)
@@ -238,15 +241,15 @@ class Flow:
     def queue(self, sending: Sending) -> None:
         """Queues a message of which there is something to send, and offers it, once, if its key is of one direction alone."""
         link = self._links.to(sending.peer)
-        if link.sendings.get(sending.key) is not sending:
+        if link.lane.sendings.get(sending.key) is not sending:
             return  # not added yet, or cancelled
         if not sending.offered and sending.ready > 0 and link.state is LinkState.OPEN:
             sending.offered = True
-            if sending.size > SMALL and not (link.network.local or sending.is_mutual):
+            if sending.size > SMALL and not (link.lane.network.local or sending.is_mutual):
                 link.say(pack(START, sending.key, OFFERS, size=sending.size))
         if sending.sendable and not sending.queued:
             sending.queued = True
-            heapq.heappush(link.network.sendings, (sending.priority, sending))
+            heapq.heappush(link.lane.network.sendings, (sending.priority, sending))
 
     def _wanted(self, link: PeerLink, sending: Sending, header: Header) -> None:
         had, upto = header.first, header.second
@@ -256,10 +259,10 @@ class Flow:
         if not sending.granted:
             sending.written = had  # the rest of it, on a new connection
         if had > sending.arrived:
-            link.moved = time.monotonic()
+            link.lane.moved = self._now()
         sending.arrived, sending.granted = max(sending.arrived, had), max(sending.granted, upto)
         if had == sending.size and not sending.is_mutual:
-            del link.sendings[sending.key]
+            del link.lane.sendings[sending.key]
             sending.done()
         else:
             self.queue(sending)
@@ -271,8 +274,9 @@ class Flow:
             sending = network.sendings[0][1]
             link = self._links.by_rank[sending.peer]
             # It has not failed with an earlier connection.
-            if sending.sendable and link.sendings.get(sending.key) is sending and link.state is LinkState.OPEN:
-                if network.must_wait(sending, self._links.by_rank.values()):
+            if sending.sendable and link.lane.sendings.get(sending.key) is sending and link.state is LinkState.OPEN:
+                if self._must_wait(network, sending):
+                    network.waiting = True
                     return False
                 self._send_frame(link, sending)
                 return True
@@ -280,11 +284,23 @@ class Flow:
             sending.queued = False
         return False
 
+    def _must_wait(self, network: Network, sending: Sending) -> bool:
+        """Whether a message has to wait because the link is full of messages to another peer in an earlier round.
+
+        The peer of the later round may have wanted it long ago, because it has nothing else to do. The kernel would give each
+        half of the link, and the earlier exchange, for which both its members wait, would take twice as long. Messages of
+        groups, which have steps, do not wait: one to another peer mostly uses a part of the link that is free.
+        """
+        if network.local or sending.step:
+            return False
+        lanes = (link.lane for link in self._links.by_rank.values() if link.peer != sending.peer)
+        return any(lane.network is network and lane.is_full_before(sending.key[0], self._now()) for lane in lanes)
+
     def _send_frame(self, link: PeerLink, sending: Sending) -> None:
         frame, channel = LARGEST_FRAME, link.channels[CONTROL if _is_light(link, sending) else BULK]
-        if not link.network.local:
+        if not link.lane.network.local:
             wanted = sending.granted - sending.arrived
-            cheap = min(int(_FRAME_SECONDS * link.network.pace.rate), _FRAME_UP_TO, wanted // 2)
+            cheap = min(int(_FRAME_SECONDS * link.lane.network.pace.rate), _FRAME_UP_TO, wanted // 2)
             frame = min(max(wanted // 8, cheap, _SMALLEST_FRAME), frame)
         begin, end = sending.written, min(sending.ready, sending.granted, sending.written + frame)
         header, body = pack(DATA, sending.key, 0, begin, end - begin, sending.size), sending.memory[begin:end]
@@ -292,64 +308,53 @@ class Flow:
         with profiled("decent_dp.send"):
             channel.send(header, body)
         sending.written = end
-        link.moved = time.monotonic()
+        link.lane.moved = self._now()
         if end == sending.size and not sending.is_mutual and _is_light(link, sending):
-            del link.sendings[sending.key]
+            del link.lane.sendings[sending.key]
             sending.done()
 
     def cancel(self, link: PeerLink, receiving: Receiving, sending: Sending) -> None:
         """From now on the memory of these messages is the caller's: what is on the way is dropped when it comes."""
-        if link.receivings.get(receiving.key) is receiving:
-            del link.receivings[receiving.key]
+        if link.lane.receivings.get(receiving.key) is receiving:
+            del link.lane.receivings[receiving.key]
             self._want_nothing(link, receiving)
-        if link.sendings.get(sending.key) is sending:
-            del link.sendings[sending.key]
+        if link.lane.sendings.get(sending.key) is sending:
+            del link.lane.sendings[sending.key]
             sending.ready = sending.written  # it is not sendable any more
 
     def _want_nothing(self, link: PeerLink, receiving: Receiving) -> None:
         if receiving.offered and receiving.size > SMALL:
-            link.want(receiving.received - receiving.granted)
-        link.network.wanted = [entry for entry in link.network.wanted if entry[1] is not receiving]
+            link.lane.want(receiving.received - receiving.granted, self._now())
+        link.lane.network.wanted = [entry for entry in link.lane.network.wanted if entry[1] is not receiving]
 
     # -- control ------------------------------------------------------------------------------------------------------
 
-    def hear_start(self, link: PeerLink, header: Header, body: bytes) -> None:
-        """A START has come: a hint, an offer, or a request.
+    def hear_start(self, link: PeerLink, header: Header) -> None:
+        """A START has come: an offer, or a request.
 
         Raises:
             WireError: the peer has got out of step.
         """
         key, is_offer = header.key, bool(header.flags & OFFERS)
-        if key[2] == HINT:
-            link.bound(key[1])
-            self.hints.keep(link.peer, key, body)
-            return
         link.join(key)
-        receiving = link.receivings.get(key) if is_offer else None
-        sending = link.sendings.get(key) if key[2] == WHOLE or not is_offer else None
+        receiving = link.lane.receivings.get(key) if is_offer else None
+        sending = link.lane.sendings.get(key) if key[2] == WHOLE or not is_offer else None
         if receiving is not None:
             self._offered(link, receiving)
         if sending is not None:
             self._wanted(link, sending, header)
         if (sending if key[2] == WHOLE or not is_offer else receiving) is None:
-            link.bound(len(link.early))
-            link.early[key] = header
+            check_ahead(link.peer, len(link.lane.early))
+            link.lane.early[key] = header
 
     def _forget_before(self, link: PeerLink, key: Key) -> None:
         """Forgets STARTs of earlier rounds of a bucket, which both ends have passed: some may never be used.
 
         Those of groups are used, perhaps after those of later rounds, as groups wait for memory.
         """
-        if len(link.early) >= 2 and key[2] == WHOLE:
-            for early in [early for early in link.early if early[1:] == key[1:] and early[0] < key[0]]:
-                del link.early[early]
-
-    def send_hint(self, peer: int, key: Key, hint: bytes) -> None:
-        """Sends what the peer needs to encode for an exchange. It is lost without an error if the peer is gone."""
-        link = self._links.to(peer)
-        if link.state is not LinkState.GONE:
-            link.hints[key[1]] = key, hint
-        link.say(pack(START, key), hint)
+        if len(link.lane.early) >= 2 and key[2] == WHOLE:
+            for early in [early for early in link.lane.early if early[1:] == key[1:] and early[0] < key[0]]:
+                del link.lane.early[early]
 
 
 def _is_light(link: PeerLink, message: Message) -> bool:
@@ -357,4 +362,4 @@ def _is_light(link: PeerLink, message: Message) -> bool:
 
     pyzmq has a copy of it once it is sent, and it arrives before a BYE. So nobody says that it has arrived.
     """
-    return link.network.local and message.size <= LARGEST_FRAME
+    return link.lane.network.local and message.size <= LARGEST_FRAME

@@ -10,8 +10,7 @@ from functools import partial
 from decent_dp.errors import WireError
 from decent_dp.transport.interface import Explain, Handle
 from decent_dp.transport.messages import HINT, Key
-from decent_dp.transport.transfers import PairExchange
-from decent_dp.transport.votes import ExchangeId, Verdict
+from decent_dp.transport.votes import ExchangeId, PairExchange, Verdict
 from decent_dp.transport.wire import Wire
 
 __all__ = ["AllNeeded", "Policy", "WireHandle", "key_of"]
@@ -32,7 +31,7 @@ class WireHandle(Handle):
 
     Attributes:
         pairs: an exchange with each of ``others``, if they swap messages.
-        started: when the exchange was, on the clock of ``Wire.now``.
+        started: when the exchange was, on the clock of the wire.
     """
 
     def __init__(self, exchange_id: ExchangeId, others: list[int], policy: Policy, wire: Wire, explain: Explain) -> None:
@@ -40,7 +39,7 @@ class WireHandle(Handle):
         self.exchange_id, self.others, self._explain = exchange_id, others, explain
         self._policy, self._wire = policy, wire
         self.pairs: list[PairExchange] = []
-        self.started = wire.now()
+        self.started = wire.clock.now()
         self._left = 0
         self._done, self._read = threading.Event(), threading.Event()
         self._error: BaseException | None = None
@@ -74,7 +73,7 @@ class WireHandle(Handle):
             self.arrive()
             return
         self.verdict, self._error_peer = verdict, peer
-        self._wire.flow.hints.forget(key_of(self.exchange_id, HINT))
+        self._wire.hints.forget(key_of(self.exchange_id, HINT))
         self._read.set()
         self._done.set()
 
@@ -112,17 +111,17 @@ class WireHandle(Handle):
 
     def last_progress(self) -> float:
         """When bytes last moved between this worker and one of the others: those are progress, however long a message is."""
-        return max(self._wire.links.known(peer).moved for peer in self.others)
+        return max(self._wire.links.known(peer).lane.moved for peer in self.others)
 
     def missing(self) -> list[int]:
         """The workers that keep the exchange waiting, as far as this worker can know."""
         hint = key_of(self.exchange_id, HINT)
-        without_hint = [peer for peer in self.others if self._wire.flow.hints.lacks(peer, hint)]
+        without_hint = [peer for peer in self.others if self._wire.hints.lacks(peer, hint)]
         # Of the messages that are yet to come, or to go.
         slots: dict[int, list[int]] = {}
         for peer in self.others:
-            link = self._wire.links.known(peer)
-            slots[peer] = [key[2] for key in (*list(link.receivings), *list(link.sendings)) if key[:2] == hint[:2]]
+            lane = self._wire.links.known(peer).lane
+            slots[peer] = [key[2] for key in (*list(lane.receivings), *list(lane.sendings)) if key[:2] == hint[:2]]
         behind = [peer for peer in self.others if any(slot % 2 == 0 for slot in slots[peer])]
         # A peer that has begun and sends no mean waits for another worker.
         rest = [peer for peer in self.others if not slots[peer]]
@@ -138,16 +137,14 @@ class WireHandle(Handle):
             raise RuntimeError(f"{self.exchange_id}: the exchange failed: {error}") from error
 
     def _wait_for(self, event: threading.Event) -> None:
-        # As if the clock stood still while this process was stopped.
-        offset = self._wire.now() - self._wire.stopped
+        began = self._wire.clock.now()
         while not event.is_set():
-            now = self._wire.now()  # first: the thread changes it last
-            left = self._policy.seconds_left(self, min(offset + self._wire.stopped, now), now)
+            left = self._policy.seconds_left(self, began, self._wire.clock.now())
             if left > 0:
                 event.wait(min(left, _LOOK_AT_PEERS))
             else:
                 self._policy.give_up(self)
-        self._policy.waited(self, offset + self._wire.stopped)
+        self._policy.waited(self, began)
 
 
 class Policy(ABC):
@@ -184,15 +181,15 @@ class AllNeeded(Policy):
     def seconds_left(self, handle: WireHandle, began: float, now: float) -> float:
         if handle.started < self._expired_at:
             return 0.0  # a worker waits for the whole timeout once, not for each exchange in flight
-        if any(map(self._wire.has_ended, handle.others)):
+        if any(map(self._wire.links.has_ended, handle.others)):
             return 0.0
         return max(began, handle.last_progress()) + self._timeout - now
 
     def give_up(self, handle: WireHandle) -> None:
-        ended = [peer for peer in handle.others if self._wire.has_ended(peer)]
+        ended = [peer for peer in handle.others if self._wire.links.has_ended(peer)]
         missing = ended or handle.missing()
         if not ended:
-            self._expired_at = self._wire.now()
+            self._expired_at = self._wire.clock.now()
         for pair in handle.pairs:
             self._wire.call(partial(self._wire.settlement.drop, pair))
         for peer in missing:

@@ -23,13 +23,11 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from decent_dp.transport.messages import VERSION
+from decent_dp.transport.messages import BULK, VERSION
 from decent_dp.transport.peer_errors import GreetingError
 from decent_dp.transport.sockets import Curve
 
 __all__ = [
-    "BULK",
-    "CONTROL",
     "CROSSING",
     "REPLACED",
     "Credentials",
@@ -41,10 +39,6 @@ __all__ = [
     "password",
 ]
 
-# The plane of the connection for what is short and must not wait.
-CONTROL = 0
-# Of that for the bytes of messages.
-BULK = 1
 # The reason of a refusal that is for good.
 REPLACED = "another process has taken its place"
 # That of one after which the listening worker's own connection will be used.
@@ -132,6 +126,9 @@ class Dialled:
         identity: of this worker.
         whom: the rank that is dialled.
         keys: the public keys of this worker and of the other one, of 32 bytes each; empty without encryption.
+
+    Attributes:
+        welcome: the identity of the other worker, once it has accepted; None before.
     """
 
     def __init__(self, identity: Identity, secret: bytes, whom: int, plane: int, attempt: bytes, keys: bytes) -> None:
@@ -140,6 +137,12 @@ class Dialled:
         me = identity
         self.hello = _HELLO.pack(_MAGIC, VERSION, me.rank, me.uid, me.incarnation, whom, plane, attempt, nonce)
         self._said = b""
+        self.welcome: Identity | None = None
+
+    @property
+    def challenged(self) -> bool:
+        """Whether the other worker has answered step 1, so this port of it can be reached."""
+        return bool(self._said)
 
     def prove(self, challenge: bytes) -> bytes:
         """Step 3, for a body of step 2.
@@ -154,7 +157,7 @@ class Dialled:
         return _prove(self._secret, _FROM_DIALLER, self._said)
 
     def accept(self, answer: bytes) -> Identity:
-        """The identity of the other worker, for a body of step 4.
+        """Sets ``welcome`` from a body of step 4, and returns it.
 
         Raises:
             GreetingError: it refuses, or does not know the secret.
@@ -174,7 +177,8 @@ class Dialled:
             raise {REPLACED: ReplacedError, CROSSING: CrossingError}.get(reason, GreetingError)(
                 f"worker {self._whom} refused the connection of worker {self._identity.rank}: {reason}."
             )
-        return Identity(self._identity.run_id, self._whom, uid, incarnation)
+        self.welcome = Identity(self._identity.run_id, self._whom, uid, incarnation)
+        return self.welcome
 
 
 class Visitor:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 
-from decent_dp.transport.transfers import PairExchange
-from decent_dp.transport.votes import Verdict
+from decent_dp.transport.votes import PairExchange, Verdict
 
 __all__ = ["Lateness"]
 
@@ -45,7 +43,7 @@ class Lateness:
         self._left_out = 0
 
     def expected_end(self, pair: PairExchange, began: float, step: float, *, paused: bool = False) -> float:
-        """When an exchange is late, on the monotonic clock; infinite for messages without a history.
+        """When an exchange is late, on the clock of its times; infinite for messages without a history.
 
         A peer that is in the exchange has the usual time of its messages: the median of their history, and beyond it six times
         the median deviation. One that is not is waited for as long as its ``patience`` lasts, from when on it has no excuse.
@@ -79,23 +77,23 @@ class Lateness:
         longest = max((statistics.median(times) for times in self._times.values() if len(times) >= _TIMED), default=math.inf)
         return min(max(began, pair.busy), began + _LONGER * longest)
 
-    def waited(self, pair: PairExchange, began: float, step: float, most: float) -> None:
-        """This worker has waited for an exchange.
+    def waited(self, pair: PairExchange, began: float, now: float, step: float, most: float) -> None:
+        """This worker has waited for an exchange, until now.
 
         Args:
             began: when it began to wait.
             step: seconds of its rounds; each one adds to the patience, up to ``most``.
         """
-        absent = max((pair.joined or time.monotonic()) - self._inexcusable_since(pair, began), 0.0)
+        absent = max((pair.joined or now) - self._inexcusable_since(pair, began), 0.0)
         earned = _SHARE * step if pair.round > self._waited_in else 0.0
         self.patience, self._waited_in = min(max(self.patience - absent, 0.0) + earned, most), pair.round
 
-    def record(self, pair: PairExchange, verdict: Verdict) -> None:
-        """Keeps the time of an exchange that has ended."""
+    def record(self, pair: PairExchange, verdict: Verdict, now: float) -> None:
+        """Keeps the time of an exchange that has ended now."""
         if verdict is not Verdict.BOTH or not pair.joined:
             return
         latest = self._times.get(pair.bucket, ())[1 - 4 * _TIMED :]
-        self._times[pair.bucket] = (*latest, time.monotonic() - pair.joined)
+        self._times[pair.bucket] = (*latest, now - pair.joined)
         if pair.round > self._late_round:
             self._break = 0
 

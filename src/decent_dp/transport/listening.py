@@ -13,10 +13,9 @@ from typing import Any, Protocol
 import zmq
 
 from decent_dp.transport.commands import Commands
-from decent_dp.transport.hello import BULK, CONTROL, Credentials, Identity, Visitor
-from decent_dp.transport.messages import HEADER_BYTES, HELLO, REFUSED, pack
-from decent_dp.transport.peer_link import Channel
-from decent_dp.transport.sockets import Event, Socket, Sockets
+from decent_dp.transport.hello import Credentials, Identity, Visitor
+from decent_dp.transport.messages import BULK, CONTROL, HEADER_BYTES, HELLO, REFUSED, pack
+from decent_dp.transport.sockets import Channel, Event, Socket, Sockets
 
 __all__ = ["Doorman"]
 
@@ -98,7 +97,9 @@ class Doorman:
         """Returns whether it was a connection that has not proven itself."""
         if self._strangers.pop(of, None) is None:
             return False
-        self._greetings = {name: one for name, one in self._greetings.items() if one.channel.accepted != of}
+        self._greetings = {
+            name: one for name, one in self._greetings.items() if (one.channel.socket, one.channel.descriptor) != of
+        }
         return True
 
     def _turn_away(self, of: tuple[Socket, int]) -> None:
@@ -157,7 +158,7 @@ class Doorman:
             channels = [proven[plane].channel for plane in (CONTROL, BULK)]
             for one in proven.values():
                 del self._greetings[one.channel.routing_id]
-                self._strangers.pop(one.channel.accepted, None)
+                self._strangers.pop((one.channel.socket, one.channel.descriptor), None)
                 one.channel.send(pack(HELLO, flags=4), one.visitor.answer())
             self._host.let_in(worker, channels)
 

@@ -6,7 +6,6 @@ import contextlib
 import math
 import statistics
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -15,10 +14,9 @@ from functools import partial
 from decent_dp.topo import Edge
 from decent_dp.transport.handles import Policy, WireHandle
 from decent_dp.transport.neighbours import Neighbours, PeerTable, Seen
-from decent_dp.transport.peer_link import LinkState, PeerLink
+from decent_dp.transport.peer_links import LinkState, PeerLink
 from decent_dp.transport.sockets import SILENT
-from decent_dp.transport.transfers import PairExchange
-from decent_dp.transport.votes import ExchangeId
+from decent_dp.transport.votes import ExchangeId, PairExchange
 from decent_dp.transport.wire import Wire
 
 __all__ = ["HolesAllowed", "WireNeighbours"]
@@ -60,7 +58,7 @@ class WireNeighbours(Neighbours):
     def announce(self, round_: int) -> None:
         """This worker is in a round; heartbeats say it."""
         self._links.paused = False
-        now, last = time.monotonic(), self._links.round
+        now, last = self._wire.clock.now(), self._links.round
         if last >= 0 and round_ > last:
             self._steps.append((now - self._announced) / (round_ - last))
             self.step = statistics.median(self._steps)
@@ -69,25 +67,26 @@ class WireNeighbours(Neighbours):
                 self._announced, self._links.round = now, round_
 
     def look(self) -> Seen:
-        links, now, dead_after = list(self._links.by_rank.values()), self._wire.now(), self.dead_after
+        links, now, dead_after = list(self._links.by_rank.values()), self._wire.clock.now(), self.dead_after
         living = [link for link in links if link.state is LinkState.OPEN]
         return Seen(
             living=_ranks(living),
-            silent=_ranks(x for x in links if x.state is not LinkState.NEW and self._wire.patience(x.peer, 0.0) <= 0),
+            silent=_ranks(x for x in links if x.state is not LinkState.NEW and self._links.patience(x.peer, 0.0) <= 0),
             lost=_ranks(link for link in links if link.silence(now) >= dead_after),
             ended=_ranks(link for link in links if link.state is LinkState.GONE),
-            left=_ranks(link for link in links if link.left),
-            epoch=max((link.epoch for link in living), default=0),
+            left=_ranks(link for link in links if link.says.left),
+            epoch=max((link.says.epoch for link in living), default=0),
             is_awake=self._is_awake(links, living),
             is_replaced=self._wire.connections.replaced,
         )
 
     def _is_awake(self, links: list[PeerLink], living: list[PeerLink]) -> bool:
-        since = time.monotonic() - self._wire.woke()
+        clock, woke = self._wire.clock, self._wire.clock.woke()
+        since = clock.now() - woke
         if since > self.dead_after:
             return True
-        heard = [link for link in living if link.heard > self._wire.woke() + _OLD]
-        if since >= _BEATS * self._wire.interval:
+        heard = [link for link in living if link.heard > woke + _OLD]
+        if since >= _BEATS * clock.interval:
             return bool(heard)
         return len(heard) == len(living) and not any(link.state is LinkState.BROKEN for link in links)
 
@@ -169,7 +168,7 @@ class _WireTable(PeerTable):
     def round_of(self, rank: int) -> int:
         link = self._links.known(rank)
         # The rounds of a process that has joined begin later: it is not ahead of this worker.
-        return -1 if self._links.round < link.start else link.round
+        return -1 if self._links.round < link.start else link.says.round
 
     def living(self) -> list[int]:
         return sorted(link.peer for link in list(self._links.by_rank.values()) if link.state is LinkState.OPEN)
@@ -195,18 +194,18 @@ class HolesAllowed(Policy):
         in_doubt = self._end_of_doubt(pair) - now
         if pair.abandoned:
             return in_doubt
-        lively = self._wire.patience(pair.peer, began)
+        lively = self._wire.links.patience(pair.peer, began)
         active = max(began, handle.last_progress()) + self._timeout - now
         return min(in_doubt, lively, self.expected_end(pair, began) - now, active)
 
     def give_up(self, handle: WireHandle) -> None:
         [pair] = handle.pairs
-        now, settlement = self._wire.now(), self._wire.settlement
+        now, settlement = self._wire.clock.now(), self._wire.settlement
         if now >= self._end_of_doubt(pair):
             self._wire.commands.run_there(lambda: settlement.drop(pair))
             return
         pair.abandoned = True
-        is_late = self._wire.patience(pair.peer, now) > 0 and now >= self.expected_end(pair, now)
+        is_late = self._wire.links.patience(pair.peer, now) > 0 and now >= self.expected_end(pair, now)
         self._wire.commands.run_there(lambda: settlement.abandon(pair, late=is_late))
 
     def end_without(self, peer: int, exchange_id: ExchangeId) -> None:
@@ -215,17 +214,17 @@ class HolesAllowed(Policy):
     def waited(self, handle: WireHandle, began: float) -> None:
         [pair] = handle.pairs
         lateness = self._wire.links.known(pair.peer).lateness
-        lateness.waited(pair, began, self._neighbours.step, _COMING * self._dead_after)
+        lateness.waited(pair, began, self._wire.clock.now(), self._neighbours.step, _COMING * self._dead_after)
 
     def _end_of_doubt(self, pair: PairExchange) -> float:
         if not pair.voted:
             return math.inf
-        if self._wire.has_ended(pair.peer):  # nobody will vote
+        if self._wire.links.has_ended(pair.peer):  # nobody will vote
             return pair.voted
-        return max(pair.voted, self._wire.links.known(pair.peer).moved) + SILENT * self._dead_after
+        return max(pair.voted, self._wire.links.known(pair.peer).lane.moved) + SILENT * self._dead_after
 
     def expected_end(self, pair: PairExchange, began: float) -> float:
-        """When an exchange is late (``Lateness.expected_end``), on the monotonic clock. ``began``: when the wait did.
+        """When an exchange is late (``Lateness.expected_end``). ``began``: when the wait did.
 
         Messages are late only if their peer was heard since then: it is asked for a sign of life, and answers it at once. So a
         peer that is stopped is waited for until it is silent. Where exchanges are slow, a peer that is not in this one yet is
@@ -234,14 +233,14 @@ class HolesAllowed(Policy):
         """
         links = self._wire.links
         link = links.known(pair.peer)
-        if not pair.joined and link.epoch > links.epoch:
+        if not pair.joined and link.says.epoch > links.epoch:
             return pair.opened  # it may make other rounds, without this worker
         link.lateness.patience = min(link.lateness.patience, _COMING * self._dead_after)
-        end = link.lateness.expected_end(pair, began, max(self._neighbours.step, _LATE), paused=link.paused)
+        end = link.lateness.expected_end(pair, began, max(self._neighbours.step, _LATE), paused=link.says.paused)
         asks = pair.joined or (link.lateness.is_slow(pair.bucket) and link.state is LinkState.OPEN)
-        answered, now = link.heard if pair.joined else link.told, self._wire.now()
+        answered, now = link.heard if pair.joined else link.says.told, self._wire.clock.now()
         limit = math.inf if pair.joined else end + SILENT * self._dead_after
         if not asks or now < end or answered > end or now > limit:
             return end
         self._wire.call(lambda: links.beat(link, ask=True))
-        return time.monotonic() + _ANSWER
+        return now + _ANSWER

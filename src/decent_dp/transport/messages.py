@@ -33,6 +33,10 @@ Key: TypeAlias = tuple[int, int, int]
 
 # Of the protocol: workers of another one are refused.
 VERSION = 10
+# The planes. The connection for what is short and must not wait;
+CONTROL = 0
+# and that for the bytes of messages.
+BULK = 1
 # The kinds of messages, as in the table above.
 HELLO = 1
 REFUSED = 2
@@ -76,6 +80,8 @@ BLOCKS = 2**32 - 2
 AGREEMENT = 2**32 - 1
 # Bytes of a frame's body, at most. A call of the control plane has a byte per block of a bucket.
 LARGEST_FRAME = 2**20
+# STARTs of exchanges to come that are kept of one peer.
+_MOST_AHEAD = 2**16
 
 # Kind, flags, version, epoch; round, bucket, slot; three numbers: of START the bytes had and wanted, of DATA the offset and the
 # length, and of both the size of the whole message.
@@ -116,6 +122,12 @@ def unpack(header: bytes, peer: int) -> Header:
             "Start all workers from one installation."
         )
     return Header(kind, flags, epoch, tuple(key), first, second, size)
+
+
+def check_ahead(peer: int, ahead: int) -> None:
+    """Raises WireError if a peer has announced so many messages, or one of such a bucket, that memory may run out."""
+    if ahead >= _MOST_AHEAD:
+        raise WireError(f"worker {peer} has announced {ahead} messages ahead, or one of bucket {ahead}: too many")
 
 
 def check_size(rank: int, peer: int, key: Key, theirs: int, ours: int) -> None:

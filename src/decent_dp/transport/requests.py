@@ -11,10 +11,9 @@ from functools import partial
 from typing import TypeAlias
 
 from decent_dp.transport.commands import Commands
-from decent_dp.transport.hello import BULK
-from decent_dp.transport.messages import ANSWERS, STATE, Header, Key, pack
-from decent_dp.transport.peer_link import Channel, LinkState, PeerLink
-from decent_dp.transport.peer_links import PeerLinks
+from decent_dp.transport.messages import ANSWERS, BULK, STATE, Header, Key, pack
+from decent_dp.transport.peer_links import LinkState, PeerLink, PeerLinks
+from decent_dp.transport.sockets import Channel
 from decent_dp.transport.waiter import Repeats, start_thread
 
 __all__ = ["Requests"]
@@ -28,17 +27,15 @@ Answer: TypeAlias = Callable[[int, int, bytes], bytes]
 
 
 class Requests:
-    """Each link keeps the requests that its peer has not answered: they are sent again on its next connection.
+    """Those that are not answered are sent again on the next connection of their link."""
 
-    Args:
-        want: makes sure that there will be a connection to a worker; for the transport's thread.
-    """
-
-    def __init__(self, links: PeerLinks, commands: Commands, want: Callable[[int], None]) -> None:
-        self._links, self._commands, self._want = links, commands, want
+    def __init__(self, links: PeerLinks, commands: Commands) -> None:
+        self._links, self._commands = links, commands
         self._answer: Answer | None = None
         self._waiting: queue.Queue[tuple[PeerLink, Channel, Key, bytes] | None] = queue.Queue(_MOST_WAITING)
         self._errors = Repeats()
+        # By number: whom this worker has asked what, and the answer to come.
+        self._asked: dict[int, tuple[PeerLink, bytes, Future[bytes]]] = {}
         self._number = 0
 
     # -- called by any thread -----------------------------------------------------------------------------------------
@@ -60,14 +57,14 @@ class Requests:
         def ask() -> None:
             link = self._links.to(peer)
             if link.incarnation != incarnation or link.state is LinkState.GONE:
-                answer.set_exception(ConnectionError(f"worker {peer} cannot be asked: {link.why_lost}"))
+                answer.set_exception(_cannot_be_asked(link))
                 return
             self._number += 1
-            link.questions[self._number] = request, answer
+            self._asked[self._number] = link, request, answer
             if link.channels:
-                link.channels[BULK].send(pack(STATE, (self._number, 0, 0)), request)
+                self._send(self._number)
             else:
-                self._want(peer)
+                self._links.needed.add(peer)
 
         self._commands.call(ask)
         return answer
@@ -77,13 +74,27 @@ class Requests:
     def hear(self, link: PeerLink, channel: Channel, header: Header, body: bytes) -> None:
         """A STATE has come."""
         if header.flags & ANSWERS:
-            _, answer = link.questions.pop(header.key[0], (b"", None))
-            with contextlib.suppress(InvalidStateError):  # nobody waits for it any more
-                if answer is not None:
+            of, _, answer = self._asked.get(header.key[0], (None, b"", None))
+            if of is link and answer is not None:
+                del self._asked[header.key[0]]
+                with contextlib.suppress(InvalidStateError):  # nobody waits for it any more
                     answer.set_result(body)
         elif self.is_served:
             with contextlib.suppress(queue.Full):
                 self._waiting.put_nowait((link, channel, header.key, body))
+
+    def ask_again(self, link: PeerLink) -> None:
+        """Sends what is not answered over a new connection."""
+        for number, (of, _, answer) in self._asked.items():
+            if of is link and not answer.done():
+                self._send(number)
+
+    def fail(self, link: PeerLink) -> None:
+        """The peer cannot be asked any more, or at all."""
+        for number in [number for number, (of, *_) in self._asked.items() if of is link]:
+            *_, answer = self._asked.pop(number)
+            if not answer.done():
+                answer.set_exception(_cannot_be_asked(link))
 
     def close(self) -> None:
         """Nothing is answered any more."""
@@ -91,6 +102,10 @@ class Requests:
             while True:
                 self._waiting.get_nowait()
         self._waiting.put_nowait(None)
+
+    def _send(self, number: int) -> None:
+        link, request, _ = self._asked[number]
+        link.channels[BULK].send(pack(STATE, (number, 0, 0)), request)
 
     # -- in the thread that answers -------------------------------------------------------------------------------------
 
@@ -107,3 +122,7 @@ class Requests:
             with contextlib.suppress(RuntimeError):  # the transport was closed
                 self._commands.call(partial(channel.send, pack(STATE, key, ANSWERS), answer))
             del link, channel, body, request, answer  # not kept until the next one comes
+
+
+def _cannot_be_asked(link: PeerLink) -> ConnectionError:
+    return ConnectionError(f"worker {link.peer} cannot be asked: {link.why_lost}")

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, TypeAlias
 import zmq
 from zmq.utils import z85
 
-from decent_dp.transport.messages import HEADER_BYTES, LARGEST_FRAME
+from decent_dp.transport.messages import CONTROL, HEADER_BYTES, LARGEST_FRAME
 
-__all__ = ["SILENT", "Curve", "Event", "Socket", "Sockets", "rest_of"]
+__all__ = ["SILENT", "Channel", "Curve", "Event", "Socket", "Sockets", "rest_of"]
 
 # zmq's sockets are generic in the type of what they receive.
 ZmqSocket: TypeAlias = Any
@@ -48,6 +48,11 @@ _EVERY = 0.05
 _EVENT = struct.Struct("=Hi")
 # libzmq counts the milliseconds of a heartbeat in 31 bits.
 _LONGEST_HEARTBEAT = 2e6
+# pyzmq copies frames below this, and all of a control connection; the memory of others is lent to libzmq.
+_COPIED = 2**16
+# Plain numbers: zmq's flags take longer to combine than a frame to send.
+_NOW = int(zmq.NOBLOCK)
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 # Not HANDSHAKE_FAILED_PROTOCOL: libzmq 4.3.5 forgets the error while it reports a frame that was changed on its way. The
 # connection stays and is read no more; if the peer then ends it, the next heartbeat aborts the process.
 _EVENTS = (
@@ -90,6 +95,45 @@ class Event(NamedTuple):
         return self.kind in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 
 
+@dataclass(eq=False)
+class Channel:
+    """One connection of ZeroMQ.
+
+    Attributes:
+        plane: CONTROL or BULK.
+        routing_id: at a socket that listens; empty at one that dials.
+        descriptor: of the connection, at a socket that listens; -1: it has ended.
+        link: the ``PeerLink`` that uses it, from when it is open on.
+    """
+
+    socket: Socket
+    plane: int
+    routing_id: bytes = b""
+    descriptor: int = -1
+    link: Any = None
+
+    def lends(self, body: memoryview | bytes) -> bool:
+        """Whether libzmq sends ``body`` from where it is. What is short is copied first, which costs less."""
+        return len(body) >= _COPIED and self.plane != CONTROL
+
+    def send(self, header: bytes, body: memoryview | bytes = b"") -> None:
+        """Nothing is sent, without an error, on a connection that is lost: its end is told otherwise."""
+        stream = self.socket.zmq
+        if stream.closed:
+            return
+        try:
+            if self.routing_id:
+                stream.send(self.routing_id, _MORE)
+            if not len(body):
+                stream.send(header, _NOW)
+            else:
+                stream.send(header, _MORE)
+                stream.send(body, _NOW, copy=not self.lends(body))
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+
+
 class Socket:
     """A socket and its monitor.
 
@@ -101,11 +145,13 @@ class Socket:
             until a key or a password has been accepted.)
         authenticates: the authenticator says who may connect.
         endpoint: of a listener, with its port.
+        channels: its open connections, by routing id. Who has seen one may connect to another listener with it.
     """
 
     def __init__(self, context: zmq.Context[Any], kind: int, curve: Curve | None, password: bytes) -> None:
         self.is_router, self.curve = kind == zmq.ROUTER, curve
         self.endpoint = ""
+        self.channels: dict[bytes, Channel] = {}
         self.zmq: ZmqSocket = context.socket(kind)
         self.zmq.set(zmq.MAXMSGSIZE, LARGEST_FRAME + HEADER_BYTES)
         self.zmq.set(zmq.HANDSHAKE_IVL, int(1000 * _HANDSHAKE))
@@ -198,6 +244,7 @@ class Sockets:
 
     Attributes:
         authenticator: the socket at which libzmq asks whether somebody may connect (ZAP, RFC 27); None: all sockets are local.
+        polled: by zmq's sockets, monitors among them: the socket.
     """
 
     def __init__(self, dead_after: float, password: bytes, *, io_threads: int = 1) -> None:
@@ -210,6 +257,8 @@ class Sockets:
             self._context.setsockopt(option, 0)
         self._made: list[Socket] = []
         self.authenticator: ZmqSocket = None
+        self._poller = zmq.Poller()
+        self.polled: dict[ZmqSocket, Socket] = {}
 
     def listen(self, endpoint: str, curve: Curve | None = None, *, beats: bool = True) -> Socket:
         """A socket that is bound there; a port may be ``*``.
@@ -266,6 +315,44 @@ class Sockets:
         self._made.append(made)
         return made
 
+    # -- what is polled -----------------------------------------------------------------------------------------------
+
+    def wait(self, milliseconds: int) -> list[Any]:
+        return [source for source, _ in self._poller.poll(milliseconds)]
+
+    def add(self, source: Any) -> None:
+        """Polls a descriptor, or a socket without a monitor."""
+        self._poller.register(source, zmq.POLLIN)
+
+    def watch(self, made: Socket) -> None:
+        for stream in (made.zmq, made.monitor):
+            self.polled[stream] = made
+            self.add(stream)
+
+    def pause(self, made: Socket) -> None:
+        """Its messages wait."""
+        self._poller.unregister(made.zmq)
+
+    def reads(self, made: Socket) -> bool:
+        """Whether its messages are to be read."""
+        return made.zmq in self._poller
+
+    def use(self, channel: Channel) -> None:
+        """A connection is open."""
+        channel.socket.channels[channel.routing_id] = channel
+        if not (channel.routing_id or self.reads(channel.socket)):
+            self.add(channel.socket.zmq)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def hang_up(self, channel: Channel) -> None:
+        if not channel.routing_id:
+            self.close(channel.socket)
+        elif channel.socket.channels.get(channel.routing_id) is channel:
+            del channel.socket.channels[channel.routing_id]
+            if channel.descriptor >= 0:
+                channel.socket.hang_up(channel.descriptor)
+
     def close_all(self, *, flush: bool = False) -> None:
         """``flush``: others wait for what was sent last. libzmq does not say when the kernel has it."""
         if flush:
@@ -277,6 +364,11 @@ class Sockets:
 
     def close(self, *closing: Socket) -> None:
         """Ends the connections first: at one that the peer ends once its socket is closed, a heartbeat aborts the process."""
+        closing = tuple(made for made in closing if made in self._made)
+        for stream in [stream for stream, made in self.polled.items() if made in closing]:
+            del self.polled[stream]
+            if stream in self._poller:
+                self._poller.unregister(stream)
         until = time.monotonic() + _ENDED
         while sum(made.hang_up_all() for made in closing) and time.monotonic() < until:
             time.sleep(_LOOK)

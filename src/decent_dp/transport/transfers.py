@@ -1,4 +1,4 @@
-"""Messages of exchanges on their way: what is sent, what is received, and the two of a pair."""
+"""Messages of exchanges on their way: what is sent, and what is received."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from decent_dp.transport.messages import WHOLE, Key
-from decent_dp.transport.votes import Verdict
 
-__all__ = ["SMALL", "Message", "PairExchange", "Priority", "Receiving", "Sending"]
+__all__ = ["SMALL", "Message", "Priority", "Receiving", "Sending"]
 
 # Messages of at most so many bytes are wanted as a whole at once: waiting would take longer than the message.
 SMALL = 2**14
@@ -88,41 +87,3 @@ class Receiving(Message):
 
     sources: int = 1
     received: int = 0
-
-
-@dataclass(eq=False)
-class PairExchange:
-    """An exchange of two workers that both mix, or neither.
-
-    Attributes:
-        settle: called once with BOTH or NEITHER, in the transport's thread.
-        opened, joined, voted: when this end was in this exchange, both were, and this end said GOT; 0 until then.
-        busy: when the peer, which was not in it yet, last said that bytes of an earlier one move; 0: it has not.
-        abandoned: this end waits for nothing but the verdict.
-    """
-
-    receiving: Receiving
-    sending: Sending
-    settle: Callable[[Verdict], None]
-    opened: float = 0.0
-    joined: float = 0.0
-    voted: float = 0.0
-    busy: float = 0.0
-    abandoned: bool = False
-
-    @property
-    def complete(self) -> bool:
-        """Whether the peer's message has come and this worker's own one is coded: without both the peer's cannot be decoded."""
-        return self.receiving.received == self.receiving.size and self.sending.ready == self.sending.size
-
-    @property
-    def peer(self) -> int:
-        return self.receiving.peer
-
-    @property
-    def round(self) -> int:
-        return self.receiving.key[0]
-
-    @property
-    def bucket(self) -> int:
-        return self.receiving.key[1]

@@ -16,10 +16,12 @@ The class has no sockets and no clock. ``tests/test_settlement.py`` runs two end
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-__all__ = ["ExchangeId", "Verdict", "Vote", "Votes"]
+from decent_dp.transport.transfers import Receiving, Sending
+
+__all__ = ["ExchangeId", "PairExchange", "Verdict", "Vote", "Votes"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,45 @@ class Verdict(enum.Enum):
     NEITHER = "no member mixes it: one is gone or silent, or leaves it out"
 
 
+@dataclass(eq=False)
+class PairExchange:
+    """An exchange of two workers that both mix, or neither.
+
+    Attributes:
+        settle: called once with BOTH or NEITHER, in the transport's thread.
+        opened, joined, voted: when this end was in this exchange, both were, and this end said GOT; 0 until then. One with
+            a vote is in doubt.
+        busy: when the peer, which was not in it yet, last said that bytes of an earlier one move; 0: it has not.
+        abandoned: this end waits for nothing but the verdict.
+    """
+
+    receiving: Receiving
+    sending: Sending
+    settle: Callable[[Verdict], None]
+    opened: float = 0.0
+    joined: float = 0.0
+    voted: float = 0.0
+    busy: float = 0.0
+    abandoned: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether the peer's message has come and this worker's own one is coded: without both the peer's cannot be decoded."""
+        return self.receiving.received == self.receiving.size and self.sending.ready == self.sending.size
+
+    @property
+    def peer(self) -> int:
+        return self.receiving.peer
+
+    @property
+    def round(self) -> int:
+        return self.receiving.key[0]
+
+    @property
+    def bucket(self) -> int:
+        return self.receiving.key[1]
+
+
 @dataclass(frozen=True)
 class Vote:
     """A vote, as it is sent. A DROP covers all rounds up to its own that have no GOT."""
@@ -50,12 +91,14 @@ class Vote:
 
 
 class Votes:
-    """The exchanges of this worker with one peer."""
+    """The exchanges of this worker with one peer.
+
+    Attributes:
+        pairs: those without a verdict, by bucket.
+    """
 
     def __init__(self) -> None:
-        # By bucket: the round of the exchange that is not settled, and whether this end has said GOT.
-        self._open: dict[int, int] = {}
-        self._voted: set[int] = set()
+        self.pairs: dict[int, PairExchange] = {}
         # By bucket: the last round with this end's GOT, and with the peer's.
         self._got: dict[int, int] = {}
         self._peer_got: dict[int, int] = {}
@@ -64,7 +107,7 @@ class Votes:
         self._peer_dropped: dict[int, int] = {}
 
     def in_doubt(self, bucket: int) -> bool:
-        return bucket in self._voted
+        return bucket in self.pairs and self.pairs[bucket].voted > 0
 
     def has_said_got(self, round_: int, bucket: int) -> bool:
         return self._got.get(bucket) == round_
@@ -73,44 +116,36 @@ class Votes:
         """Whether the peer leaves this exchange out."""
         return self._peer_dropped.get(bucket, -1) >= round_ and self._peer_got.get(bucket, -1) != round_
 
-    def open(self, round_: int, bucket: int) -> None:
+    def open(self, pair: PairExchange) -> None:
         """This end begins an exchange. The one before is settled."""
-        assert bucket not in self._open, "the exchange before it is settled"
-        self._open[bucket] = round_
+        assert pair.bucket not in self.pairs, "the exchange before it is settled"
+        self.pairs[pair.bucket] = pair
 
-    def verdict(self, round_: int, bucket: int) -> Verdict | None:
-        """None: it is not known yet."""
-        if self._open.get(bucket) != round_ or self._dropped.get(bucket, -1) >= round_ > self._got.get(bucket, -1):
+    def verdict(self, pair: PairExchange) -> Verdict | None:
+        """Of an open exchange. None: it is not known yet."""
+        round_, bucket = pair.round, pair.bucket
+        if self._dropped.get(bucket, -1) >= round_ > self._got.get(bucket, -1) or self.has_dropped(round_, bucket):
             return Verdict.NEITHER
-        if self.has_dropped(round_, bucket):
-            return Verdict.NEITHER
-        if bucket not in self._voted:
+        if not pair.voted:
             return None
         return Verdict.BOTH if self._peer_got.get(bucket) == round_ else None
 
-    def close(self, round_: int, bucket: int) -> None:
-        """This end has acted on the verdict."""
-        if self._open.get(bucket) == round_:
-            del self._open[bucket]
-            self._voted.discard(bucket)
-
-    def vote_got(self, round_: int, bucket: int) -> Vote:
+    def vote_got(self, pair: PairExchange, now: float) -> Vote:
         """The peer's message is whole."""
-        self._voted.add(bucket)
-        self._got[bucket] = round_
-        return Vote(round_, bucket, True)
+        pair.voted = now
+        self._got[pair.bucket] = pair.round
+        return Vote(pair.round, pair.bucket, True)
 
     def vote_drop(self, round_: int, bucket: int) -> Vote:
         """This end leaves an exchange out, and all earlier ones that have no GOT. It may not have been opened."""
         self._dropped[bucket] = max(round_, self._dropped.get(bucket, -1))
         return Vote(round_, bucket, False)
 
-    def revoke(self, bucket: int) -> Vote:
+    def revoke(self, pair: PairExchange) -> Vote:
         """This end drops what is in doubt. A GOT that the peer has heard cannot be taken back."""
-        round_ = self._open[bucket]
-        self._got.pop(bucket, None)
-        self._voted.discard(bucket)
-        return self.vote_drop(round_, bucket)
+        self._got.pop(pair.bucket, None)
+        pair.voted = 0.0
+        return self.vote_drop(pair.round, pair.bucket)
 
     def hear(self, vote: Vote) -> None:
         """A vote of the peer came, perhaps again."""

@@ -18,8 +18,8 @@ from decent_dp.transport.host_messages import HostMessages
 from decent_dp.transport.interface import ExchangeRequest, Explain, Handle
 from decent_dp.transport.messages import HINT, WHOLE
 from decent_dp.transport.streams import on_stream, profiled
-from decent_dp.transport.transfers import PairExchange, Receiving, Sending
-from decent_dp.transport.votes import ExchangeId
+from decent_dp.transport.transfers import Receiving, Sending
+from decent_dp.transport.votes import ExchangeId, PairExchange
 from decent_dp.transport.waiter import Waiter
 from decent_dp.transport.wire import Wire
 
@@ -100,9 +100,9 @@ class WireExchanges:
 
         def swap_hints() -> None:
             for peer in others:
-                self._wire.flow.send_hint(peer, key, request.hint)
+                self._wire.hints.send(peer, key, request.hint)
             if not (handle.pairs and handle.failed):
-                self._wire.flow.hints.when_there(others, key, then)
+                self._wire.hints.when_there(others, key, then)
 
         self._wire.call(swap_hints)
         return handle
