@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from decent_dp import gossip
 from decent_dp.compression import Compression, FlatTensor, Int8, Lossless
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.transport import ExchangeId, ExchangeRequest, InProcessTransport
@@ -80,6 +81,46 @@ def loss(model: Any, t: int, rank: int = 0) -> Tensor:
 def alone(model: nn.Module, optim_fn: Any = SGD, **options: Any) -> DecentralizedDataParallel:
     """The wrapper of a single worker; no process group is needed."""
     return DecentralizedDataParallel(model, optim_fn, transport=InProcessTransport(), **options)
+
+
+class Driven:
+    """A worker's training by either driver, with the same calls.
+
+    Attributes:
+        user: the wrapper, or what ``gossip`` has returned. ``replica``: its driver.
+        forward: what computes the loss.
+    """
+
+    def __init__(self, driver: str, model: nn.Module, at: Any = None, optim_fn: Any = SGD, **options: Any) -> None:
+        self.at, self.model = at or InProcessTransport(), model
+        self.optimizer = optim_fn(list(model.parameters())) if driver == "gossip" else None
+        if self.optimizer is None:
+            self.user: Any = DecentralizedDataParallel(model, optim_fn, transport=self.at, **options)
+        else:
+            self.user = gossip(model, self.optimizer, transport=self.at, **options)
+        self.forward = model if self.optimizer is not None else self.user
+        self.replica = self.user.replica
+
+    def step(self, t: int) -> None:
+        loss(self.forward, t, self.at.rank).backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def steps(self, *batches: int) -> Driven:
+        for t in batches:
+            self.step(t)
+        return self
+
+    def finish(self) -> None:
+        """Ends the exchange in flight, without a step."""
+        if self.optimizer is None:
+            self.user.update()
+        else:
+            self.user.flush()
+
+
+DRIVERS = pytest.mark.parametrize("driver", ["wrapper", "gossip"])
 
 
 def beside(model: nn.Module, step: Any, optim_fn: Any = SGD, steps: int = 4, tolerance: float = 0.0, **options: Any) -> Any:

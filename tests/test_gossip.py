@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import pickle
 import re
 import time
 from functools import partial
@@ -18,8 +17,7 @@ from torch import Tensor, nn
 
 from decent_dp import gossip
 from decent_dp.errors import PeerLostError
-from decent_dp.topo import Edge, Topology
-from decent_dp.transport import InProcessTransport, run_replicas
+from decent_dp.transport import InProcessTransport
 from tests.helpers import SGD, assert_same, batch, loss, net, values
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0)
@@ -75,23 +73,6 @@ def test_the_model_stays_the_same_module(tmp_path):
     save_file(state, tmp_path / "model.safetensors")
     for name, value in load_file(tmp_path / "model.safetensors").items():
         assert torch.equal(value, state[name])
-
-    # Copies are the user's own: they train without rounds, and load what they are given.
-    optimizer_too = copy.deepcopy(optimizer)
-    for twin_, tools in (
-        (copy.deepcopy(model), SGD),
-        (pickle.loads(pickle.dumps(model)), SGD),
-        (copy.deepcopy({"model": model, "optimizer": optimizer})["model"], ADAMW),
-    ):
-        assert_same(twin_, model)
-        train(twin_, tools(twin_.parameters()), range(2))
-        twin_.load_state_dict(model.state_dict())
-        twin_.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-    optimizer_too.step()
-    assert replica.stats().rounds == 3
-    for refused in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="a Gossip holds connections"):
-            refused(replica)
 
     # After close it is the user's alone.
     replica.close()
@@ -211,66 +192,6 @@ def test_stats_and_repr_of_a_run(workers):
         assert found["distance"] == pytest.approx((sum(squares) / 4) ** 0.5, rel=1e-4)
 
 
-def writes(rank: int, n: int) -> Any:
-    """Values that the user writes between steps: an edit survives, and a load replaces."""
-    found: dict[str, Any] = {}
-    for overlap in (True, False):
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        replica = gossip(model, optimizer, topology="complete", overlap=overlap)
-        train(model, optimizer, range(3), rank)
-        before = values(model)
-        # An edit: what is in flight is added to it.
-        with torch.no_grad():
-            model[0].weight.add_(1.0 + rank)
-            model[2].bias = model[2].bias  # the same object again
-        torch.nn.utils.vector_to_parameters(
-            2 * torch.nn.utils.parameters_to_vector(model[4].parameters()), model[4].parameters()
-        )
-        replica.flush()
-        found["edit", overlap] = before, values(model)
-
-        # A partial load: the rest continues.
-        train(model, optimizer, [3], rank)
-        before = values(model)
-        model[0].load_state_dict({"weight": torch.ones(12, 6), "bias": torch.zeros(12)})
-        replica.flush()
-        after = values(model)
-        assert torch.equal(after["0.weight"], torch.ones(12, 6))
-        assert torch.equal(after["0.bias"], torch.zeros(12))
-        assert overlap != torch.equal(after["2.weight"], before["2.weight"])
-
-        # A load of all, twice: training continues from exactly the loaded values.
-        train(model, optimizer, [4], rank)
-        model.load_state_dict(net(7).state_dict())
-        model.load_state_dict(net(8).state_dict())
-        train(model, optimizer, [5], rank)
-        found["load", overlap] = values(model)
-        assert replica.stats().rounds == 6
-        with pytest.raises(ValueError, match="assign=True"):
-            model.load_state_dict(net(7).state_dict(), assign=True)
-        replica.close()
-    return found
-
-
-def test_edits_survive_and_loads_replace(workers):
-    results = workers(2, writes)
-    for overlap in (True, False):
-        (own, other), after = ([found["edit", overlap][i] for found in results] for i in (0, 1))
-        for name in own:
-            for rank, (mine, theirs) in enumerate([(own[name], other[name]), (other[name], own[name])]):
-                edited = mine * (2 if name.startswith("4.") else 1) + (1.0 + rank if name == "0.weight" else 0.0)
-                # The values sent after the last step are those before the edit.
-                difference = (theirs - mine) / 2 if overlap else 0.0
-                torch.testing.assert_close(after[rank][name], edited + difference, rtol=0, atol=1e-6)
-                assert overlap != torch.equal(after[rank][name], edited)
-    for rank in range(2):
-        plain = net(8)
-        train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), [5], rank)
-        assert_same(results[rank]["load", True], plain)
-    assert_same(results[0]["load", False], results[1]["load", False], 1e-6)
-
-
 UNEVEN = [[3, 5, 0], [0, 0, 2], [0, 0, 0]]
 JOINS = [
     *((batches, i != 1, i != 0) for i, batches in enumerate(UNEVEN)),
@@ -358,56 +279,6 @@ def test_workers_that_exit_early(workers):
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def unfreeze(model: Any, optimizer: Any) -> None:
-    model.fixed.requires_grad_(True)
-
-
-def replace(model: Any, optimizer: Any) -> None:
-    model.body.weight = nn.Parameter(model.body.weight.detach().clone())
-
-
-def replace_module(model: Any, optimizer: Any) -> None:
-    model.head = nn.Linear(8, 3)
-
-
-def replace_in_optimizer(model: Any, optimizer: Any) -> None:
-    optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(2))
-
-
-def add_group(model: Any, optimizer: Any) -> None:
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-
-
-def convert(model: Any, optimizer: Any) -> None:
-    model.double()
-
-
-LATER = {
-    unfreeze: r"parameter 'fixed' was frozen",
-    replace: r"parameter 'body.weight' was added, removed or replaced",
-    replace_module: r"parameter 'head.weight' was added, removed or replaced",
-    replace_in_optimizer: r"parameter 0 of SGD was replaced",
-    add_group: r"SGD had 6 parameters .* has 7 now \(add_param_group\?\)",
-    convert: r"parameter 'body.weight' was .*float32.* is .*float64",
-}
-
-
-@pytest.mark.parametrize("change", LATER)
-def test_changes_that_would_not_mix_are_refused_at_the_next_step(change):
-    model = Normed()
-    optimizer = SGD(model.parameters())
-    replica = alone(model, optimizer)
-    train(model, optimizer, range(2))
-    change(model, optimizer)
-    optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match=LATER[change]):
-        optimizer.step()
-    with pytest.raises(RuntimeError, match="an update failed earlier"):
-        optimizer.step()
-    assert replica.stats().rounds == 2
-    replica.close()
-
-
 def scaler_step(scaler: Any, model: nn.Module, optimizer: Any, t: int, rank: int, spoil: bool = False) -> None:
     optimizer.zero_grad()
     scaler.scale(loss(model, t, rank) * (float("inf") if spoil else 1.0)).backward()
@@ -482,36 +353,6 @@ def test_an_unknown_scaler_is_found_after_a_load():
     again.load_state_dict(saved)
     with pytest.raises(RuntimeError, match="was not given it"):
         scaler_step(torch.GradScaler("cpu", init_scale=2.0), model, optimizer, 0, 0)
-
-
-def weighted(transport: InProcessTransport) -> float:
-    """A round that this worker sits out, and weights other than one half."""
-
-    class Uneven(Topology):
-        def _get_topo_edges(self) -> list[list[Edge]]:
-            return [[Edge([0, 1], 0.8), Edge([2], 1.0)], [Edge([0], 1.0), Edge([1, 2], 0.4)]]
-
-    made = [Uneven(1, world_size=transport.world_size, rank=transport.rank), "complete:2,ring"]
-    distances = []
-    for topology in made:
-        model = net()
-        optimizer = SGD(model.parameters())
-        replica = gossip(model, optimizer, topology=topology, rule=None, bucket_size_in_mb=1e-6, transport=transport)
-        train(model, optimizer, range(4), transport.rank)
-        optimizer.param_groups[0]["lr"] = 0.0
-        model.zero_grad()
-        optimizer.param_groups[0]["momentum"] = 0.0
-        apart = replica.consensus_distance()
-        for _ in range(60):
-            optimizer.step()
-        distances.append(replica.consensus_distance())
-        replica.close()
-        assert apart > 1e-2
-    return max(distances)
-
-
-def test_steps_without_movement_bring_replicas_together():
-    assert max(run_replicas(3, weighted)) < 1e-5
 
 
 def test_parameters_that_share_memory_are_refused():

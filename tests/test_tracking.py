@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from decent_dp.tools.sim import VirtualCluster
 from decent_dp.topo import TopologyReg, make_topology
 from decent_dp.transport import run_replicas
 from tests.helpers import some_in_the_fast_tests
-from tests.law_cases import Linear, Varying, data, gradient, matrix
+from tests.law_cases import Linear, Varying, data, gradient, loss_of, matrix, squares, whole
 
 N, STEPS = 4, 30
 OWN_NOISE = 2.5
@@ -134,42 +135,72 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def momenta(optimizer: torch.optim.Optimizer, entry: str = "") -> np.ndarray:
-    """Of all parameters of ``Linear``, on top of each other."""
+    """Of all parameters, on top of each other."""
     key = entry or ("momentum_buffer" if isinstance(optimizer, torch.optim.SGD) else "exp_avg")
     return torch.cat([optimizer.state[param][key] for group in optimizer.param_groups for param in group["params"]]).numpy()
 
 
-def one_step(model: Any, optimizer: torch.optim.Optimizer, rank: int, t: int, closure: bool = False) -> None:
-    a, b = (torch.from_numpy(array) for array in data(rank, t))
+class Job:
+    """One worker's training.
 
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        found = (model(a) - b).square().mean()
-        found.backward()
-        return found
+    Args:
+        make: the name of an optimizer, or what makes one.
+        how: options of ``gossip``.
+    """
 
-    if closure:
-        optimizer.step(loss)
-    else:
-        loss()
-        optimizer.step()
+    def __init__(self, at: Any, make: Any = "adamw", model: Any = None, **how: Any) -> None:
+        TopologyReg.registry["varying"] = Varying  # also where it runs in another process
+        self.rank, self.model = at.rank, Linear() if model is None else model
+        self.optimizer = OPTIMIZERS.get(make, make)(self.model.parameters())
+        rule = None if isinstance(self.optimizer, GossipAdamW) else MomentumTracking()
+        self.replica = gossip(self.model, self.optimizer, transport=at, **{"topology": "base-2", "rule": rule, **how})
+
+    def step(self, t: int, closure: bool = False) -> None:
+        def loss() -> Tensor:
+            self.optimizer.zero_grad()
+            found = loss_of(self.model, self.rank, t)
+            found.backward()
+            return found
+
+        if closure:
+            self.optimizer.step(loss)
+        else:
+            loss()
+            self.optimizer.step()
+
+    def steps(self, first: int, last: int) -> Job:
+        for t in range(first, last):
+            self.step(t)
+        return self
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """The tracked momenta and the own ones, of all parameters; also those that are in no optimizer's state yet."""
+        return list(self.replica.momenta._tracked[0]._pairs.values())
+
+    def end(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Values, tracked momenta and own ones."""
+        tracked, own = (torch.cat(list(tensors)).numpy().copy() for tensors in zip(*self.pairs(), strict=True))
+        self.replica.close()
+        return whole(self.model), tracked, own
 
 
-def whole(model: nn.Module) -> np.ndarray:
-    return torch.cat([param.detach() for param in model.parameters()]).numpy().copy()
-
-
-def train(at: Any, kind: str, topology: str, overlap: bool, closure: bool = False, **how: Any) -> tuple[np.ndarray, ...]:
-    TopologyReg.registry["varying"] = Varying  # also where it runs in another process
-    model = Linear()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    rule = None if kind == "adamw" else MomentumTracking()
-    replica = gossip(model, optimizer, topology=topology, overlap=overlap, rule=rule, transport=at, **how)
+def train(at: Any, *job: Any, closure: bool = False, **how: Any) -> tuple[np.ndarray, ...]:
+    job_ = Job(at, *job, **how)
     for t in range(STEPS):
-        one_step(model, optimizer, at.rank, t, closure)
-    found = whole(model), momenta(optimizer).copy(), momenta(optimizer, "own_momentum").copy()
-    replica.close()
-    return found
+        job_.step(t, closure)
+    return job_.end()
+
+
+def spread(found: list[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, np.ndarray]:
+    """Of all workers: the tracked momenta, and their own."""
+    return np.stack([y for _, y, _ in found]), np.stack([m for _, _, m in found])
+
+
+def assert_mean(found: list[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, np.ndarray]:
+    """The mean of the tracked momenta is that of the own ones."""
+    tracked, own = spread(found)
+    np.testing.assert_allclose(tracked.mean(0), own.mean(0), rtol=0, atol=1e-12)
+    return tracked, own
 
 
 @pytest.mark.parametrize(
@@ -179,17 +210,10 @@ def train(at: Any, kind: str, topology: str, overlap: bool, closure: bool = Fals
 @pytest.mark.timeout(120)
 def test_training_equals_the_text_book_form_in_numpy(kind, topology, overlap):
     want, twins = law(kind, topology, N, overlap)
-    found = run_replicas(N, lambda at: train(at, kind, topology, overlap))
+    found = run_replicas(N, lambda at: train(at, kind, topology=topology, overlap=overlap))
     for rank in range(N):
         np.testing.assert_allclose(found[rank][0], want[rank], rtol=0, atol=1e-9, err_msg=f"worker {rank}")
         np.testing.assert_allclose(found[rank][1], twins[rank].y, rtol=0, atol=1e-9, err_msg=f"y of worker {rank}")
-
-
-@pytest.mark.timeout(120)
-def test_over_sockets_it_is_the_same(replicas):
-    want, _ = law("adamw", "one-peer-exp", N, True)
-    found = replicas(N, train, "adamw", "one-peer-exp", True)
-    np.testing.assert_allclose(np.stack([values for values, *_ in found]), want, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("beta", [0.8, 0.9, 0.95])
@@ -224,28 +248,12 @@ def test_the_noise_that_is_left_in_the_tracked_momentum(topology, n, beta):
 # -- the mean of the momenta -------------------------------------------------------------------------------------------------
 
 
-def spread(found: list[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, np.ndarray]:
-    """Of all workers: the tracked momenta, and their own."""
-    return np.stack([y for _, y, _ in found]), np.stack([m for _, _, m in found])
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        {},
-        {"mix_every": 2},
-        {"compression": "int8"},
-        {"compression": "bfloat16"},
-        {"compression": "low-rank:2"},
-        {"compression": "low-rank:2,int8"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("compression", [None, "int8", "bfloat16", "low-rank:2", "low-rank:2,int8", "mix_every"])
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_the_mean_of_the_tracked_momenta_is_that_of_the_own_ones(kind, how):
+def test_the_mean_of_the_tracked_momenta_is_that_of_the_own_ones(kind, compression):
     """Whatever is lost on the way. Each worker's comes close to it: its own is further away."""
-    tracked, own = spread(run_replicas(N, lambda at: train(at, kind, "base-2", True, **how)))
-    np.testing.assert_allclose(tracked.mean(0), own.mean(0), rtol=0, atol=1e-12)
+    how = {"mix_every": 2} if compression == "mix_every" else {"compression": compression}
+    tracked, own = assert_mean(run_replicas(N, lambda at: train(at, kind, **how)))
     mean = tracked.mean(0)
     assert np.abs(tracked - mean).mean() < 0.9 * np.abs(own - mean).mean()
 
@@ -253,48 +261,44 @@ def test_the_mean_of_the_tracked_momenta_is_that_of_the_own_ones(kind, how):
 @pytest.mark.parametrize("compression", [None, "int8"])
 def test_with_weights_it_is_the_weighted_mean(compression):
     weights = np.array([1.0, 2.0, 4.0, 3.0])
-
-    def run(at: Any) -> tuple[np.ndarray, ...]:
-        return train(at, "adamw", "base-2", True, weight=weights[at.rank], compression=compression)
-
-    tracked, own = spread(run_replicas(N, run))
+    tracked, own = spread(run_replicas(N, lambda at: train(at, weight=weights[at.rank], compression=compression)))
     shares = weights / weights.sum()
     np.testing.assert_allclose(np.einsum("i,ijk->jk", shares, tracked), np.einsum("i,ijk->jk", shares, own), rtol=0, atol=1e-12)
 
 
-def test_it_sends_twice_the_bytes_and_with_int8_half_of_a_float32_copy():
-    def run(at: Any, tracking: bool, compression: str | None) -> int:
-        model = nn.Linear(64, 64)
-        optimizer = GossipAdamW(model.parameters(), tracking=tracking)
-        replica = gossip(model, optimizer, compression=compression, transport=at)
-        for _ in range(4):
-            model(torch.ones(2, 64)).sum().backward()
-            optimizer.step()
-        sent = replica.stats().bytes_sent
-        replica.close()
-        return sent
+def test_what_it_sends():
+    """Twice the bytes; with int8 half of a float32 copy; beside low-rank messages the momentum is sent in int8."""
 
-    plain, tracked, short = (
-        run_replicas(2, lambda at, how=how: run(at, *how))[0] for how in ((False, None), (True, None), (True, "int8"))
-    )
-    assert tracked == 2 * plain
-    assert short <= 0.55 * plain
+    def sent(compression: str | None, rule: Any) -> int:
+        def run(at: Any) -> int:
+            model = nn.Linear(64, 64)
+            job = Job(at, lambda params: torch.optim.SGD(params, 0.01, 0.9), model, rule=rule, compression=compression)
+            for _ in range(3):
+                model(torch.ones(2, 64)).square().mean().backward()
+                job.optimizer.step()
+            job.replica.flush()
+            found: int = job.replica.stats().bytes_sent
+            job.replica.close()
+            return found
+
+        return run_replicas(2, run)[0]
+
+    tracking = MomentumTracking()
+    assert sent(None, tracking) == 2 * sent(None, None)
+    assert sent("int8", tracking) <= 0.55 * sent(None, None)
+    assert sent("low-rank:1", tracking) == sent("low-rank:1", None) + sent("int8", None)
 
 
 @pytest.mark.parametrize(("mix_every", "is_sent_ahead"), [(1, True), (2, False)])
 def test_parameters_are_sent_ahead_where_every_step_mixes(mix_every, is_sent_ahead):
-    def run(at: Any, rule: MomentumTracking) -> np.ndarray:
-        model = Linear()
-        optimizer = OPTIMIZERS["sgd"](model.parameters())
-        replica = gossip(model, optimizer, topology="base-2", rule=rule, mix_every=mix_every, transport=at)
-        for t in range(8):
-            one_step(model, optimizer, at.rank, t)
-        found = whole(model)
-        replica.close()
-        return found
-
     found, plain = (
-        run_replicas(N, lambda at, rule=rule: run(at, rule)) for rule in (MomentumTracking(), MomentumTracking(ahead=0))
+        run_replicas(
+            N,
+            lambda at, ahead=ahead: (
+                Job(at, "sgd", rule=MomentumTracking(ahead=ahead), mix_every=mix_every).steps(0, 8).end()[0]
+            ),
+        )
+        for ahead in (1, 0)
     )
     assert np.array_equal(found, plain) != is_sent_ahead
 
@@ -304,20 +308,14 @@ def test_a_replica_that_heals_takes_over_no_correction_of_another_one():
     saved: dict[str, Any] = {}
 
     def run(at: Any) -> tuple[np.ndarray, ...]:
-        model = Linear()
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
-        replica = gossip(model, optimizer, topology="base-2", transport=at)
-        for t in range(6):
-            one_step(model, optimizer, at.rank, t)
-        snapshot = copied(take(replica))
+        job = Job(at).steps(0, 6)
+        snapshot = copied(take(job.replica))
         if at.rank == 0:
             saved.update(snapshot)
-        replica.gather("saved")
+        job.replica.gather("saved")
         if at.rank == 1:
-            replace_values(replica, saved)
-        found = whole(model), momenta(optimizer).copy(), momenta(optimizer, "own_momentum").copy()
-        replica.close()
-        return found
+            replace_values(job.replica, saved)
+        return job.end()
 
     (_, given, of_other), (_, tracked, own), *_ = run_replicas(N, run)
     np.testing.assert_array_equal(tracked, given)
@@ -325,47 +323,19 @@ def test_a_replica_that_heals_takes_over_no_correction_of_another_one():
     assert np.abs(given - of_other).max() > 1e-3
 
 
-def test_beside_low_rank_messages_the_momentum_is_sent_in_int8():
-    def sent(compression: str, rule: Any) -> int:
-        def run(at: Any) -> int:
-            torch.manual_seed(0)
-            model = nn.Linear(64, 64)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-            replica = gossip(model, optimizer, topology="base-2", rule=rule, compression=compression, transport=at)
-            for _ in range(3):
-                optimizer.zero_grad()
-                model(torch.ones(2, 64)).square().mean().backward()
-                optimizer.step()
-            replica.flush()
-            found: int = replica.stats().bytes_sent
-            replica.close()
-            return found
-
-        return run_replicas(2, run)[0]
-
-    assert sent("low-rank:1", MomentumTracking()) == sent("low-rank:1", None) + sent("int8", None)
-
-
 def test_workers_without_batches_have_a_gradient_of_zero_and_the_mean_stays_exact():
     """One worker has a third of the batches, one has none; the momentum of those that wait fades as if they had zeros."""
 
     def run(at: Any) -> tuple[np.ndarray, ...]:
-        model = Linear()
-        optimizer = GossipAdamW(model.parameters(), lr=0.03, betas=(0.8, 0.95), tracking=True)
-        replica = gossip(model, optimizer, topology="base-2", transport=at)
-        with replica.join():
-            for t in range([18, 18, 6, 0][at.rank]):
-                one_step(model, optimizer, at.rank, t)
-        replica.flush()
-        # The last worker's optimizer has made no step: what was mixed is kept for its first one.
-        tracked, own = zip(*replica.momenta._tracked[0]._pairs.values(), strict=True)
-        found = whole(model), torch.cat(tracked).numpy().copy(), torch.cat(own).numpy().copy()
-        replica.close()
-        return found
+        job = Job(at)
+        with job.replica.join():
+            job.steps(0, [18, 18, 6, 0][at.rank])
+        job.replica.flush()
+        return job.end()
 
-    tracked, own = spread(run_replicas(N, run))
-    np.testing.assert_allclose(tracked.mean(0), own.mean(0), rtol=0, atol=1e-12)
+    tracked, own = assert_mean(run_replicas(N, run))
     assert np.abs(own[2]).max() < 0.2 * np.abs(own[0]).max()
+    # The last worker's optimizer has made no step: what was mixed is kept for its first one.
     assert np.abs(tracked[3]).max() > 0.1 * np.abs(tracked[0]).max()
 
 
@@ -373,24 +343,17 @@ def test_a_parameter_whose_first_gradient_comes_late_goes_on_from_what_was_mixed
     """Without a gradient on one worker, as an expert that nothing was routed to."""
 
     def run(at: Any) -> tuple[np.ndarray, ...]:
-        model = Linear()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        replica = gossip(model, optimizer, topology="base-2", rule=MomentumTracking(), transport=at)
+        job = Job(at, "sgd")
         for t in range(12):
-            model.lower.requires_grad_(True)
-            a, b = (torch.from_numpy(array) for array in data(at.rank, t))
-            optimizer.zero_grad()
-            (model(a) - b).square().mean().backward()
+            job.optimizer.zero_grad()
+            loss_of(job.model, at.rank, t).backward()
             if at.rank == 1 and t < 7:
-                model.lower.grad = None
-            optimizer.step()
-        replica.flush()
-        found = whole(model), momenta(optimizer).copy(), momenta(optimizer, "own_momentum").copy()
-        replica.close()
-        return found
+                job.model.lower.grad = None
+            job.optimizer.step()
+        job.replica.flush()
+        return job.end()
 
-    tracked, own = spread(run_replicas(N, run))
-    np.testing.assert_allclose(tracked.mean(0), own.mean(0), rtol=0, atol=1e-12)
+    assert_mean(run_replicas(N, run))
 
 
 def test_after_a_change_of_the_members_the_mean_is_exact_again():
@@ -399,9 +362,8 @@ def test_after_a_change_of_the_members_the_mean_is_exact_again():
     cluster.kill(2)
     step(cluster, 5)
     optimizer = cluster.optimizers[0]
-    states = [optimizer.state[param] for param in optimizer.param_groups[0]["params"]]
     living = cluster.alive
-    for state in states:
+    for state in (optimizer.state[param] for param in optimizer.param_groups[0]["params"]):
         torch.testing.assert_close(state["exp_avg"][living].mean(0), state["own_momentum"][living].mean(0), rtol=0, atol=1e-12)
 
 
@@ -422,17 +384,20 @@ def test_what_lossy_groups_have_left_is_forgotten():
 # -- the other drivers ---------------------------------------------------------------------------------------------------------
 
 
+def over_sockets(at: Any) -> tuple[np.ndarray, ...]:
+    return train(at, topology="one-peer-exp")
+
+
+@pytest.mark.timeout(120)
+def test_over_sockets_it_is_the_same(replicas):
+    want, _ = law("adamw", "one-peer-exp", N, True)
+    found = replicas(N, over_sockets)
+    np.testing.assert_allclose(np.stack([values for values, *_ in found]), want, rtol=0, atol=1e-9)
+
+
 def simulated(kind: str, steps: int, topology: str = "base-2", **how: Any) -> VirtualCluster:
     rule = None if kind == "adamw" else MomentumTracking()
-    cluster = VirtualCluster(
-        Linear(),
-        OPTIMIZERS[kind],
-        topology,
-        N,
-        loss_fn=lambda model, a, b: (model(a) - b).square().mean(),
-        rule=rule,
-        **how,
-    )
+    cluster = VirtualCluster(Linear(), OPTIMIZERS[kind], topology, N, loss_fn=squares, rule=rule, **how)
     for t in range(steps):
         step(cluster, t)
     return cluster
@@ -454,7 +419,7 @@ def values_of(cluster: VirtualCluster) -> np.ndarray:
     ),
 )
 def test_the_simulator_equals_real_workers(kind, vectorize, how):
-    real = run_replicas(N, lambda at: train(at, kind, **{"topology": "base-2", "overlap": True, **how}))
+    real = run_replicas(N, lambda at: train(at, kind, **how))
     found = values_of(simulated(kind, STEPS, vectorize=vectorize, **how))
     np.testing.assert_allclose(found, np.stack([values for values, *_ in real]), rtol=0, atol=1e-9)
 
@@ -463,24 +428,42 @@ def test_the_simulator_equals_real_workers(kind, vectorize, how):
     "how", [{}, {"overlap": False}, pytest.param({"compression": "int8"}, marks=pytest.mark.slow)], ids=str
 )
 def test_the_simulator_equals_the_wrapper(how):
-    sent = {}
-
-    def run(at: Any) -> np.ndarray:
-        model = DecentralizedDataParallel(
-            Linear(), OPTIMIZERS["adamw"], topology="base-2", rule=MomentumTracking(), transport=at, **how
-        )
+    def run(at: Any) -> tuple[np.ndarray, int]:
+        rule = MomentumTracking()
+        model = DecentralizedDataParallel(Linear(), OPTIMIZERS["adamw"], topology="base-2", rule=rule, transport=at, **how)
         for t in range(STEPS):
-            a, b = (torch.from_numpy(array) for array in data(at.rank, t))
-            (model(a) - b).square().mean().backward()
-        found = whole(model.module)
-        sent[at.rank] = model.stats().bytes_sent
+            loss_of(model, at.rank, t).backward()
         model.close()
-        return found
+        return whole(model.module), model.stats().bytes_sent
 
-    real = np.stack(run_replicas(N, run))
+    real, sent = zip(*run_replicas(N, run), strict=True)
     cluster = simulated("adamw", STEPS, **how)
     np.testing.assert_allclose(values_of(cluster), real, rtol=0, atol=1e-2 if how.get("compression") else 1e-9)
-    assert cluster.bytes_sent <= sum(sent.values()) <= 1.2 * cluster.bytes_sent
+    assert cluster.bytes_sent <= sum(sent) <= 1.2 * cluster.bytes_sent
+
+
+def test_with_groups_in_another_order_the_simulator_equals_real_workers():
+    """Vectors first, as where they have no decay; each parameter has its turn."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.x = nn.Parameter(torch.from_numpy(np.random.default_rng(7).normal(size=(5, 3))))
+            self.bias = nn.Parameter(torch.zeros(1, 3, dtype=torch.float64))
+
+        def forward(self, a: Tensor) -> Tensor:
+            return a @ self.x + self.bias
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        params = [param if isinstance(param, Tensor) else param[1] for param in params]
+        groups = [[p for p in params if len(p) == 1], [p for p in params if len(p) > 1]]
+        return torch.optim.SGD([{"params": group} for group in groups], lr=0.05, momentum=0.9)
+
+    real = [values for values, *_ in run_replicas(N, lambda at: train(at, make, Net(), mix_every=2))]
+    cluster = VirtualCluster(Net(), make, "base-2", N, loss_fn=squares, mix_every=2, rule=MomentumTracking())
+    for t in range(STEPS):
+        step(cluster, t)
+    np.testing.assert_allclose(values_of(cluster), np.stack(real), rtol=0, atol=1e-9)
 
 
 def test_under_muon_with_an_adam_for_the_rest():
@@ -521,30 +504,28 @@ def test_under_muon_with_an_adam_for_the_rest():
 
 def test_gradients_are_the_users_again_after_a_step():
     def run(at: Any) -> None:
-        model = Linear()
-        optimizer = OPTIMIZERS["sgd"](model.parameters())
-        replica = gossip(model, optimizer, topology="complete", rule=MomentumTracking(), transport=at)
+        job = Job(at, "sgd", topology="complete")
+        params = list(job.model.parameters())
         for t in range(4):
-            a, b = (torch.from_numpy(array) for array in data(at.rank, t))
-            optimizer.zero_grad()
-            (model(a) - b).square().mean().backward()
-            grads = [param.grad for param in model.parameters()]
+            job.optimizer.zero_grad()
+            loss_of(job.model, at.rank, t).backward()
+            grads = [param.grad for param in params]
             values = [grad.clone() for grad in grads]
-            optimizer.step()
-            assert all(param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True))
+            job.optimizer.step()
+            assert all(param.grad is grad for param, grad in zip(params, grads, strict=True))
             assert all(torch.equal(grad, value) for grad, value in zip(grads, values, strict=True))
-        replica.close()
-        assert not any("own_momentum" in state for state in optimizer.state.values())
-        before = whole(model)
-        one_step(model, optimizer, at.rank, 9)  # on its own again
-        assert not np.array_equal(before, whole(model))
+        job.replica.close()
+        assert not any("own_momentum" in state for state in job.optimizer.state.values())
+        before = whole(job.model)
+        job.step(9)  # on its own again
+        assert not np.array_equal(before, whole(job.model))
 
     run_replicas(2, run)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "lion", "adamw"])
 def test_a_step_with_a_closure_is_the_same(kind):
-    plain, closed = (run_replicas(2, lambda at, c=c: train(at, kind, "complete", True, c)) for c in (False, True))
+    plain, closed = (run_replicas(2, lambda at, closure=closure: train(at, kind, closure=closure)) for closure in (False, True))
     for one, other in zip(plain, closed, strict=True):
         np.testing.assert_array_equal(one[0], other[0])
 
@@ -552,54 +533,47 @@ def test_a_step_with_a_closure_is_the_same(kind):
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_a_step_that_a_scaler_skips_changes_no_momentum(kind):
     def run(at: Any) -> None:
-        model = Linear().float()
-        optimizer = OPTIMIZERS[kind](model.parameters())
         scaler = torch.GradScaler("cpu", init_scale=2.0**7, growth_interval=1000)
-        rule = None if kind == "adamw" else MomentumTracking()
-        replica = gossip(model, optimizer, topology="complete", transport=at, scaler=scaler, rule=rule)
+        job = Job(at, kind, topology="complete", scaler=scaler)
         for t in range(8):
-            a, b = (torch.from_numpy(array).float() for array in data(at.rank, t))
-            optimizer.zero_grad()
-            scaler.scale((model(a) - b).square().mean() * (torch.inf if t == 4 else 1.0)).backward()
-            before = momenta(optimizer, "own_momentum").copy() if t else None
-            scaler.step(optimizer)
+            job.optimizer.zero_grad()
+            scaler.scale(loss_of(job.model, at.rank, t) * (torch.inf if t == 4 else 1.0)).backward()
+            before = momenta(job.optimizer, "own_momentum").copy() if t else None
+            scaler.step(job.optimizer)
             if t == 4:
-                np.testing.assert_array_equal(momenta(optimizer, "own_momentum"), before)
+                np.testing.assert_array_equal(momenta(job.optimizer, "own_momentum"), before)
             scaler.update()
-        replica.flush()
+        job.replica.flush()
         # Gradients of a loss that was scaled would be 128 times as large.
-        assert np.abs(momenta(optimizer)).max() < 30
-        replica.close()
+        assert np.abs(momenta(job.optimizer)).max() < 30
+        job.replica.close()
 
     run_replicas(2, run)
 
 
-def resumed(at: Any, folder: Any, kind: str, loads: bool) -> tuple[np.ndarray, ...]:
-    model = Linear()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    rule = None if kind == "adamw" else MomentumTracking()
-    replica = gossip(model, optimizer, topology="base-2", rule=rule, transport=at)
-    for t in range(8):
-        one_step(model, optimizer, at.rank, t)
-    save(replica, folder)
-    if loads:
-        for t in range(3):
-            one_step(model, optimizer, at.rank, 50 + t)
-        load(replica, folder)
-    for t in range(8, 14):
-        one_step(model, optimizer, at.rank, t)
-    found = whole(model), momenta(optimizer).copy(), momenta(optimizer, "own_momentum").copy()
-    replica.close()
-    return found
-
-
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path, kind):
-    want = run_replicas(N, lambda at: resumed(at, tmp_path / "continued", kind, loads=False))
-    found = run_replicas(N, lambda at: resumed(at, tmp_path / "saved", kind, loads=True))
+    """And another number of workers goes on with the mean."""
+
+    def run(at: Any, loads: bool) -> tuple[np.ndarray, ...]:
+        job = Job(at, kind).steps(0, 8)
+        save(job.replica, tmp_path / str(loads))
+        if loads:
+            job.steps(50, 53)
+            load(job.replica, tmp_path / str(loads))
+        return job.steps(8, 14).end()
+
+    def go_on(at: Any) -> tuple[np.ndarray, ...]:
+        job = Job(at, kind)
+        load(job.replica, tmp_path / "False", resize="mean")
+        return job.steps(0, 3).end()
+
+    want, found = (run_replicas(N, lambda at, loads=loads: run(at, loads)) for loads in (False, True))
     for one, other in zip(want, found, strict=True):
         for a, b in zip(one, other, strict=True):
             np.testing.assert_array_equal(a, b)
+    assert_mean(run_replicas(6, go_on))
+    assert np.isfinite(run_replicas(1, go_on)[0][1]).all()
 
 
 class Branches(nn.Module):
@@ -607,8 +581,9 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.first, self.second = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
+        for param in self.parameters():
+            nn.init.constant_(param, 0.3)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
@@ -616,60 +591,32 @@ class Branches(nn.Module):
 def test_parameters_that_had_not_stepped_when_it_was_saved(tmp_path, kind, elsewhere):
     """Their momenta, which mixes have made, are in no optimizer's state."""
 
-    def start(at: Any) -> tuple[Any, Any, Any]:
-        model = Branches()
-        optimizer = OPTIMIZERS[kind](model.parameters())
-        rule = None if kind == "adamw" else MomentumTracking()
-        return model, optimizer, gossip(model, optimizer, rule=rule, transport=at)
-
     def run(at: Any) -> list[tuple[np.ndarray, np.ndarray]]:
-        model, optimizer, replica = start(at)
-
-        def train(first: int, last: int) -> None:
+        def train(job: Job, first: int, last: int) -> None:
             for t in range(first, last):
-                optimizer.zero_grad()
+                job.optimizer.zero_grad()
                 a = torch.from_numpy(np.random.default_rng((t, at.rank)).normal(size=(4, 3))) + at.rank
-                parts = (model.first,) if at.rank == 1 else (model.first, model.second)
+                parts = (job.model.first,) if at.rank == 1 else (job.model.first, job.model.second)
                 sum((part(a) - 1).square().mean() for part in parts).backward()  # type: ignore[union-attr]
-                optimizer.step()
+                job.optimizer.step()
 
-        train(0, 6)
-        save(replica, tmp_path)
+        job = Job(at, kind, Branches())
+        train(job, 0, 6)
+        save(job.replica, tmp_path)
         if elsewhere:
-            replica.close()
-            model, optimizer, replica = start(at)
+            job.replica.close()
+            job = Job(at, kind, Branches())
         else:
-            train(6, 9)
-        load(replica, tmp_path)
-        train(6, 10)
-        found = [(tracked.numpy().copy(), own.numpy().copy()) for tracked, own in replica.momenta._tracked[0]._pairs.values()]
-        replica.close()
+            train(job, 6, 9)
+        load(job.replica, tmp_path)
+        train(job, 6, 10)
+        found = [(tracked.numpy().copy(), own.numpy().copy()) for tracked, own in job.pairs()]
+        job.replica.close()
         return found
 
     for pairs in zip(*run_replicas(3, run), strict=True):
         tracked, own = (np.stack(tensors) for tensors in zip(*pairs, strict=True))
         assert np.abs(tracked).max() > 0.01
-        np.testing.assert_allclose(tracked.mean(0), own.mean(0), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("n", [1, 2, 6])
-def test_another_number_of_workers_goes_on_with_the_mean(tmp_path, n):
-    run_replicas(N, lambda at: resumed(at, tmp_path, "adamw", loads=False))
-
-    def go_on(at: Any) -> tuple[np.ndarray, ...]:
-        model = Linear()
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
-        replica = gossip(model, optimizer, topology="base-2", transport=at)
-        load(replica, tmp_path, resize="mean")
-        for t in range(3):
-            one_step(model, optimizer, at.rank, t)
-        found = whole(model), momenta(optimizer).copy(), momenta(optimizer, "own_momentum").copy()
-        replica.close()
-        return found
-
-    tracked, own = spread(run_replicas(n, go_on))
-    assert np.isfinite(tracked).all()
-    if n > 1:
         np.testing.assert_allclose(tracked.mean(0), own.mean(0), rtol=0, atol=1e-12)
 
 
@@ -679,27 +626,18 @@ def test_the_state_of_one_worker_on_all_starts_anew(with_that_of_gossip):
     saved: dict[str, Any] = {}
 
     def run(at: Any) -> tuple[np.ndarray, ...]:
-        model = Linear()
-        optimizer = OPTIMIZERS["sgd"](model.parameters())
-        replica = gossip(model, optimizer, rule=MomentumTracking(), transport=at)
-        for t in range(6):
-            one_step(model, optimizer, at.rank, t)
-        replica.flush()
-        found = copy.deepcopy({"optimizer": optimizer.state_dict(), "gossip": replica.state_dict()})
+        job = Job(at, "sgd").steps(0, 6)
+        job.replica.flush()
+        found = copy.deepcopy({"optimizer": job.optimizer.state_dict(), "gossip": job.replica.state_dict()})
         if at.rank == 0:
             saved.update(found)
-        replica.gather("saved")
-        optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        job.replica.gather("saved")
+        job.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
         if with_that_of_gossip:
-            replica.load_state_dict(copy.deepcopy(saved["gossip"]))
-        for t in range(6, 9):
-            one_step(model, optimizer, at.rank, t)
-        result = whole(model), momenta(optimizer).copy(), momenta(optimizer, "own_momentum").copy()
-        replica.close()
-        return result
+            job.replica.load_state_dict(copy.deepcopy(saved["gossip"]))
+        return job.steps(6, 9).end()
 
-    tracked, own = spread(run_replicas(N, run))
-    np.testing.assert_allclose(tracked.mean(0), own.mean(0), rtol=0, atol=1e-12)
+    assert_mean(run_replicas(N, run))
 
 
 class Reassigning(Lion):
@@ -712,27 +650,21 @@ class Reassigning(Lion):
         self.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
 
 
-def test_an_optimizer_that_makes_new_tensors_and_clears_gradients():
-    def run(at: Any) -> tuple[np.ndarray, ...]:
-        model = Linear()
-        optimizer = Reassigning(model.parameters())
-        replica = gossip(model, optimizer, topology="base-2", rule=MomentumTracking("exp_avg"), transport=at)
-        for t in range(STEPS):
-            one_step(model, optimizer, at.rank, t)
-            assert all(param.grad is None for param in model.parameters())
-        found = whole(model), momenta(optimizer).copy(), momenta(optimizer, "own_momentum").copy()
-        replica.close()
-        return found
-
-    want = run_replicas(N, lambda at: train(at, "lion", "base-2", True))
-    for ours, theirs in zip(run_replicas(N, run), want, strict=True):
-        np.testing.assert_allclose(ours[1], theirs[1], rtol=0, atol=1e-12)
+@pytest.mark.parametrize("make", [Reassigning, lambda params: type("Sign", (Lion,), {})(params, lr=0.01)])
+def test_an_optimizer_of_the_users_names_its_momentum(make):
+    """Also one that makes new tensors and clears gradients."""
+    want = run_replicas(N, lambda at: train(at, "lion"))
+    found = run_replicas(N, lambda at: train(at, make, rule=MomentumTracking("exp_avg")))
+    for ours, theirs in zip(found, want, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
 
 
 def test_a_step_that_raises_leaves_the_users_gradients():
     model = Linear()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
-    one_step(model, optimizer, 0, 0)
+    loss_of(model, 0, 0).backward()
+    optimizer.step()
     tracking = Tracking(optimizer)
     optimizer.state[model.upper]["momentum_buffer"].add_(1.0)
     failing = optimizer.register_step_post_hook(lambda *_: 1 / 0)
@@ -769,49 +701,51 @@ def test_other_arguments_of_a_step_stay():
 
 def test_after_close_the_optimizer_is_as_it_was():
     def run(at: Any) -> None:
-        model = Linear()
-        optimizer = GossipAdamW(model.parameters(), lr=0.01)
-        gossip(model, optimizer, rule=MomentumTracking(), transport=at).close()
-        assert not optimizer.tracking
+        job = Job(at, lambda params: GossipAdamW(params, lr=0.01), rule=MomentumTracking())
+        job.replica.close()
+        assert not job.optimizer.tracking
 
     run_replicas(1, run)
     assert copy.deepcopy(OPTIMIZERS["adamw"](Linear().parameters())).tracking
 
 
-def test_with_groups_in_another_order_the_simulator_equals_real_workers():
-    """Vectors first, as where they have no decay; each parameter has its turn."""
+@pytest.mark.parametrize("how", ["cleared", "loaded"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_a_state_that_was_cleared_begins_with_no_momentum(kind, how):
+    def run(at: Any) -> tuple[np.ndarray, ...]:
+        job = Job(at, kind)
+        fresh = copy.deepcopy(job.optimizer.state_dict())
+        job.steps(0, 6)
+        if how == "cleared":
+            job.optimizer.state.clear()
+        else:
+            job.optimizer.load_state_dict(fresh)
+        for param in job.model.parameters():
+            param.grad = torch.full_like(param, 1e-6)
+        job.optimizer.step()
+        return job.end()
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.x = nn.Parameter(torch.from_numpy(np.random.default_rng(7).normal(size=(5, 3))))
-            self.bias = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    tracked, own = spread(run_replicas(N, run))
+    assert np.abs(tracked).max() < 1.1e-6  # of one step
+    np.testing.assert_allclose(tracked, own, rtol=0, atol=1e-12)
 
-        def forward(self, a: Tensor) -> Tensor:
-            return a @ self.x + self.bias
 
-    def optim_fn(named: Any) -> torch.optim.Optimizer:
-        params = [param for _, param in named]
-        groups = [[p for p in params if p.ndim == 1], [p for p in params if p.ndim == 2]]
-        return torch.optim.SGD([{"params": group} for group in groups], lr=0.05, momentum=0.9)
+def test_loaded_momenta_take_the_order_of_memory_of_their_parameters():
+    """Buckets mix memory. Worker 0 alone has a momentum, of another order."""
 
-    how: dict[str, Any] = {"mix_every": 2, "rule": MomentumTracking()}
-
-    def run(at: Any) -> np.ndarray:
-        model = Net()
-        optimizer = optim_fn(model.named_parameters())
-        replica = gossip(model, optimizer, topology="base-2", transport=at, **how)
-        for t in range(STEPS):
-            one_step(model, optimizer, at.rank, t)
-        found = torch.cat([param.detach().flatten() for param in model.parameters()]).numpy().copy()
+    def run(at: Any) -> list[Tensor]:
+        model = nn.Conv2d(2, 2, 2, bias=False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+        if at.rank == 0:
+            optimizer.state[model.weight]["momentum_buffer"] = torch.arange(16.0).view(2, 2, 2, 2)
+        replica = gossip(model, optimizer, rule=MomentumTracking(), overlap=False, transport=at)
+        replica._mix_only()
+        found = [tracked.clone() for _, tracked in replica.momenta._tracked[0].momenta()]
         replica.close()
         return found
 
-    cluster = VirtualCluster(Net(), optim_fn, "base-2", N, loss_fn=lambda m, a, b: (m(a) - b).square().mean(), **how)
-    for t in range(STEPS):
-        step(cluster, t)
-    found = np.concatenate([param.flatten(1).numpy() for param in cluster.parameters.values()], axis=1)
-    np.testing.assert_allclose(found, np.stack(run_replicas(N, run)), rtol=0, atol=1e-9)
+    for (found,) in run_replicas(2, run):
+        torch.testing.assert_close(found, 0.45 * torch.arange(16.0).view(2, 2, 2, 2))
 
 
 # -- bad input ------------------------------------------------------------------------------------------------------------
@@ -849,69 +783,6 @@ def test_the_wrapper_names_the_rule_that_is_missing():
     run_replicas(2, run)
 
 
-def test_an_optimizer_of_the_users_names_its_momentum():
-    kind = type("Sign", (Lion,), {})
-
-    def run(at: Any) -> np.ndarray:
-        model = Linear()
-        optimizer = kind(model.parameters(), lr=0.01)
-        replica = gossip(model, optimizer, topology="base-2", rule=MomentumTracking("exp_avg"), transport=at)
-        for t in range(STEPS):
-            one_step(model, optimizer, at.rank, t)
-        found = whole(model)
-        replica.close()
-        return found
-
-    want = run_replicas(N, lambda at: train(at, "lion", "base-2", True))
-    for ours, (theirs, *_) in zip(run_replicas(N, run), want, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-
-
-@pytest.mark.parametrize("how", ["cleared", "loaded"])
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_a_state_that_was_cleared_begins_with_no_momentum(kind, how):
-    def run(at: Any) -> tuple[np.ndarray, ...]:
-        model = Linear()
-        optimizer = OPTIMIZERS[kind](model.parameters())
-        fresh = copy.deepcopy(optimizer.state_dict())
-        replica = gossip(model, optimizer, rule=None if kind == "adamw" else MomentumTracking(), transport=at)
-        for t in range(6):
-            one_step(model, optimizer, at.rank, t)
-        optimizer.zero_grad()
-        if how == "cleared":
-            optimizer.state.clear()
-        else:
-            optimizer.load_state_dict(fresh)
-        for param in model.parameters():
-            param.grad = torch.full_like(param, 1e-6)
-        optimizer.step()
-        result = whole(model), momenta(optimizer).copy(), momenta(optimizer, "own_momentum").copy()
-        replica.close()
-        return result
-
-    tracked, own = spread(run_replicas(N, run))
-    assert np.abs(tracked).max() < 1.1e-6  # of one step
-    np.testing.assert_allclose(tracked, own, rtol=0, atol=1e-12)
-
-
-def test_loaded_momenta_take_the_order_of_memory_of_their_parameters():
-    """Buckets mix memory. Worker 0 alone has a momentum, of another order."""
-
-    def run(at: Any) -> list[Tensor]:
-        model = nn.Conv2d(2, 2, 2, bias=False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
-        if at.rank == 0:
-            optimizer.state[model.weight]["momentum_buffer"] = torch.arange(16.0).view(2, 2, 2, 2)
-        replica = gossip(model, optimizer, rule=MomentumTracking(), overlap=False, transport=at)
-        replica._mix_only()
-        found = [tracked.clone() for _, tracked in replica.momenta._tracked[0].momenta()]
-        replica.close()
-        return found
-
-    for (found,) in run_replicas(2, run):
-        torch.testing.assert_close(found, 0.45 * torch.arange(16.0).view(2, 2, 2, 2))
-
-
 class Sum(Lion):
     """Its momentum is a sum of gradients."""
 
@@ -931,20 +802,12 @@ class Sum(Lion):
 )
 def test_a_wrong_name_of_the_momentum_is_an_error_at_the_first_step(kind, name, words):
     def run(at: Any) -> None:
-        model = Linear()
-        optimizer = kind(model.parameters(), lr=0.01)
-        replica = gossip(model, optimizer, rule=MomentumTracking(name), transport=at)
+        job = Job(at, partial(kind, lr=0.01), rule=MomentumTracking(name))
         with pytest.raises(ValueError, match=words):
-            one_step(model, optimizer, at.rank, 0)
-        replica.close()
+            job.step(0)
+        job.replica.close()
 
     run_replicas(2, run)
-
-
-@pytest.mark.parametrize(("given", "error"), [({"momentum": 1}, TypeError), ({"ahead": 2}, ValueError)])
-def test_wrong_settings_are_named(given, error):
-    with pytest.raises(error, match=f"{next(iter(given))} of MomentumTracking"):
-        MomentumTracking(**given)
 
 
 @pytest.mark.parametrize("how", ["catch_up", "gather"])
@@ -952,20 +815,17 @@ def test_a_worker_that_leaves_rounds_out_makes_up_for_their_fades(monkeypatch, h
     monkeypatch.setattr(replica_module, "check_same_call", lambda *of: [1, 25])
 
     def run(at: Any) -> None:
-        model = Linear()
-        optimizer = OPTIMIZERS["sgd"](model.parameters())
-        replica = gossip(model, optimizer, rule=MomentumTracking(), transport=at)
-        one_step(model, optimizer, at.rank, 0)
-        (tracked, own), *_ = replica.momenta._tracked[0]._pairs.values()
+        job = Job(at, "sgd").steps(0, 1)
+        tracked, own = job.pairs()[0]
         tracked.add_(1.0)
         before = (tracked - own).clone()
         # Leaves out the rounds 1 to 24, with those that fade after 10 and 20.
         if how == "catch_up":
             monkeypatch.setattr(replica_module, "round_of_others", lambda engine: 25)
-            replica.catch_up()
+            job.replica.catch_up()
         else:
-            replica.begin_collective("gather")
+            job.replica.begin_collective("gather")
         torch.testing.assert_close(tracked - own, before * 0.99**2, rtol=0, atol=1e-12)
-        replica.close()
+        job.replica.close()
 
     run_replicas(1, run)
