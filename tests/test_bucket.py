@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 
 from decent_dp.engine.layout import FlatBuffer, TensorSpec, dense_stride, plan_buckets, plan_turns
@@ -155,18 +155,6 @@ def test_wrapping_keeps_values_and_strides(as_view):
         ]
 
 
-def test_channels_last_computes_alike_after_wrapping():
-    torch.manual_seed(0)
-    conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-    x = torch.randn(2, 3, 8, 8)
-    before = conv(x)
-    specs = [TensorSpec.of(n, p) for n, p in conv.named_parameters()]
-    [plan] = plan_buckets(specs, [1, 0], 1e9)
-    FlatBuffer(plan, list(conv.parameters()), as_view=True)
-    assert conv.weight.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(conv(x), before)
-
-
 @pytest.mark.parametrize("by_parameter", [True, False])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_both_settings_agree(dtype, by_parameter):
@@ -196,17 +184,6 @@ def test_both_settings_agree(dtype, by_parameter):
     if by_parameter:
         for a, b in zip(found[True], found[False], strict=True):
             assert torch.equal(a, b)
-
-
-def test_a_slot_views_a_payload_with_an_offset():
-    spec = TensorSpec.of("w", randn(3, 4).t())
-    [plan] = plan_buckets([TensorSpec.of("a", torch.zeros(5)), spec], [0, 1], 1e9)
-    flat = torch.arange(100.0)[30:]
-    view = plan.slots[1].view(flat)
-    assert view.shape == (4, 3)
-    assert view.stride() == (1, 4)
-    assert view[0, 0].item() == 35.0
-    assert view[1, 2].item() == 35.0 + 1 + 8
 
 
 # -- rebinding -------------------------------------------------------------------------------------------------------------
@@ -270,27 +247,3 @@ def test_misfits_are_refused(as_view, change, words):
     params[1].data = change(params[1].data)
     with pytest.raises(RuntimeError, match=f"parameter 'p1' was .*{words}"):
         buffer.rebind()
-
-
-def test_a_plan_refuses_a_model_that_changed_since():
-    spec = TensorSpec.of("w", torch.zeros(2))
-    [plan] = plan_buckets([spec], [0], 1e9)
-    with pytest.raises(RuntimeError, match="'w'"):
-        FlatBuffer(plan, [Parameter(torch.zeros(3))], as_view=True)
-
-
-# -- versions ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("as_view", [True, False])
-def test_written_makes_saved_tensors_stale(as_view):
-    buffer, [weight] = buffer_of([randn(3)], as_view=as_view)
-    product = (weight * weight).sum()
-    before = weight._version
-    with torch.no_grad():
-        for t in buffer.values(by_parameter=False):
-            t.add_(1.0)
-        buffer.written()
-    assert weight._version > before
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.backward()

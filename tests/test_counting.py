@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from decent_dp.ddp import DecentralizedDataParallel, Stats
+from decent_dp.transport import run_replicas
 from tests.helpers import SGD, alone, assert_same, batch, beside, loss, net, plain, values
 
 MANY = 1e-6  # MiB: one bucket per parameter
@@ -243,53 +244,54 @@ def test_no_sync_ends_with_an_exception():
     assert counts(model) == (1, 1)
 
 
-def accumulation_on_workers(rank: int, n: int) -> list[Any]:
-    results = []
-    for loop in (documents_loop, scripts_loop, ddp_loop):
-        model = DecentralizedDataParallel(net(), SGD, topology="complete", overlap=False, bucket_size_in_mb=MANY)
-        loop(model)
-        if rank == 1:  # an evaluation on one worker only
-            model.eval()
-            model(batch(0)[0])
-        results.append((values(model), counts(model)))
-        model.close()
-    return results
+def test_accumulation_keeps_the_rounds_in_step():
+    """With an evaluation on one worker only."""
+    model = net()
 
+    def body(at: Any) -> Any:
+        options = {"topology": "complete", "overlap": False, "bucket_size_in_mb": MANY, "transport": at}
+        results = []
+        for loop in (documents_loop, scripts_loop, ddp_loop):
+            wrapper = DecentralizedDataParallel(copy.deepcopy(model), SGD, **options)
+            loop(wrapper)
+            if at.rank == 1:
+                wrapper.eval()
+                wrapper(batch(0)[0])
+            results.append((values(wrapper), counts(wrapper)))
+            wrapper.close()
+        return results
 
-def test_accumulation_keeps_the_rounds_in_step(workers):
-    first, second = workers(2, accumulation_on_workers)
-    for (a, count_a), (b, count_b) in zip(first, second, strict=True):
-        assert count_a == count_b == (3, 3)
-        assert_same(a, b, 1e-6)
-        assert_same(a, values(plain(net(), WINDOWS, scale=float)), 1e-6)
+    expected = values(plain(net(), WINDOWS, scale=float))
+    for found, count in itertools.chain(*run_replicas(2, body)):
+        assert count == (3, 3)
+        assert_same(found, expected, 1e-6)
 
 
 # -- one step ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_of_one_step_and_observing_before_it(workers):
-    for result in workers(2, one_step):
-        assert result
+def test_a_run_of_one_step_and_observing_before_it():
+    def one_step(at: Any) -> None:
+        wrapper = DecentralizedDataParallel(models[at.rank], SGD, topology="one-peer-exp", transport=at)
+        assert wrapper.get_lr() == 0.0
+        assert wrapper.optimizers == wrapper._optims == wrapper._lr_schedulers == []
+        assert wrapper.consensus_distance() == 0.0
+        assert wrapper.global_avg(return_d2c=True) == 0.0
+        wrapper.revert_global_avg()
+        with wrapper.averaged():
+            wrapper.eval()
+            wrapper(batch(0)[0])
+        wrapper.train()
+        assert wrapper.stats() == Stats(0, 0, 0, None)
+        loss(wrapper, 0, at.rank).backward()
+        assert counts(wrapper) == (1, 1)
+        assert (wrapper.get_lr(), wrapper._lr_schedulers, wrapper.lr_schedulers) == (0.1, [None], [])
+        if at.rank == 0:
+            assert_same(wrapper, expected)
+        assert wrapper.consensus_distance() > 0
 
-
-def one_step(rank: int, n: int) -> bool:
-    model = DecentralizedDataParallel(net(seed=rank), SGD, topology="one-peer-exp")
-    assert model.get_lr() == 0.0
-    assert model.optimizers == model._optims == model._lr_schedulers == []
-    assert model.consensus_distance() == 0.0
-    assert model.global_avg(return_d2c=True) == 0.0
-    model.revert_global_avg()
-    with model.averaged():
-        model.eval()
-        model(batch(0)[0])
-    model.train()
-    assert model.stats() == Stats(0, 0, 0, None)
-    loss(model, 0, rank).backward()
-    assert counts(model) == (1, 1)
-    assert model.get_lr() == 0.1
-    assert_same(model, plain(net(0), [[0]]) if rank == 0 else model)
-    assert model.consensus_distance() > 0
-    return True
+    models, expected = [net(0), net(1)], plain(net(0), [[0]])
+    run_replicas(2, one_step)
 
 
 # -- schedulers --------------------------------------------------------------------------------------------------------
@@ -314,38 +316,6 @@ def test_schedulers_step_once_per_optimizer_step():
     assert_same(model, twin)
 
 
-def test_without_a_factory_the_list_of_schedulers_is_empty():
-    model = alone(net())
-    loss(model, 0).backward()
-    assert model._lr_schedulers == [None]
-    assert model.lr_schedulers == []
-
-
-def test_a_skipped_step_counts_only_as_a_round():
-    scaler = torch.GradScaler("cpu", init_scale=8.0)
-    schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
-    model = alone(net(), scaler=scaler, lr_scheduler_fn=schedule)
-    scaler.scale(loss(model, 0)).backward()
-    before = values(model)
-    scaler.scale(loss(model, 1) * float("inf")).backward()
-    assert counts(model) == (1, 2)
-    assert model.get_lr() == 0.05
-    assert scaler.get_scale() == 4.0
-    assert_same(model, before)
-
-
-def test_several_backwards_are_several_updates():
-    model = alone(net(), bucket_size_in_mb=MANY)
-    loss(model, 0).backward()
-    loss(model, 1).backward()
-    assert counts(model) == (2, 2)
-    with model.no_sync():
-        loss(model, 2).backward()
-    loss(model, 3).backward()
-    assert counts(model) == (3, 3)
-    assert_same(model, plain(net(), [[0], [1], [2, 3]]))
-
-
 def test_autograd_grad_is_no_update():
     model = alone(net())
     x = batch(0)[0].requires_grad_()
@@ -356,14 +326,6 @@ def test_autograd_grad_is_no_update():
     loss(model, 0).backward()
     assert counts(model) == (1, 1)
     assert_same(model, plain(net(), [[0]]))
-
-
-def test_a_backward_without_parameters_is_no_update():
-    model = alone(net())
-    x = batch(0)[0].requires_grad_()
-    model(x).sum().backward(inputs=[x])
-    (x * 2).sum().backward()
-    assert counts(model) == (0, 0)
 
 
 def test_update_applies_gradients_set_by_hand():
@@ -392,16 +354,6 @@ def test_update_without_gradients_is_a_round_and_no_step():
     assert_same(model, before)
 
 
-def test_update_closes_a_window():
-    model = alone(net())
-    with model.no_sync():
-        loss(model, 0).backward()
-        loss(model, 1).backward()
-    model.update()
-    assert counts(model) == (1, 1)
-    assert_same(model, plain(net(), [[0, 1]]))
-
-
 @pytest.mark.parametrize("call", ["update", "global_avg", "consensus_distance"])
 def test_calls_that_cannot_run_inside_a_backward_are_refused(call):
     model = alone(net())
@@ -409,28 +361,6 @@ def test_calls_that_cannot_run_inside_a_backward_are_refused(call):
     x.register_hook(lambda _: getattr(model, call)())
     with pytest.raises(RuntimeError, match="inside a backward"):
         model(x).sum().backward()
-
-
-def test_gan_discriminator_under_no_sync():
-    """The generator's loss flows through the discriminator: its gradients there are discarded, as in DDP's scripts."""
-    generator, critic = alone(net(1)), alone(nn.Linear(3, 1))
-    twin_g, twin_c = net(1), copy.deepcopy(critic.module)
-    og, oc = SGD(list(twin_g.named_parameters())), SGD(list(twin_c.named_parameters()))
-    for t in range(3):
-        x, real = batch(t)
-        oc.zero_grad()
-        (twin_c(twin_g(x).detach()) - twin_c(real)).mean().backward()
-        oc.step()
-        og.zero_grad()
-        (-twin_c(twin_g(x))).mean().backward()
-        og.step()
-        (critic(generator(x).detach()) - critic(real)).mean().backward()
-        with critic.no_sync():
-            (-critic(generator(x))).mean().backward()
-        critic.zero_grad()
-    assert counts(generator) == counts(critic) == (3, 3)
-    assert_same(generator, twin_g)
-    assert_same(critic, twin_c)
 
 
 def test_double_backward():

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ import decent_dp
 from decent_dp import gossip
 from decent_dp.compression import COMPRESSIONS
 from decent_dp.ddp import DecentralizedDataParallel
-from decent_dp.engine import Bucket, Engine, enter, go_to
+from decent_dp.engine import Engine, enter, go_to
 from decent_dp.engine.bucket import InFlight
 from decent_dp.engine.engine import Counts
 from decent_dp.engine.layout import TensorSpec
@@ -33,7 +32,7 @@ from decent_dp.rules import Gossip, OuterNesterov, Round, Rule
 from decent_dp.topo import CompleteTopology, Edge, EveryTopology, RingTopology, SwitchTopology, Topology, make_topology
 from decent_dp.topo.schedule import turn_of
 from decent_dp.transport import ExchangeId, InProcessTransport, Peers, run_replicas
-from tests.helpers import SGD, assert_same, loss, net, values
+from tests.helpers import DRIVERS, SGD, Driven, assert_same, net, values
 
 MANY = 2e-4  # MiB: buckets of a small model's single tensors
 
@@ -45,10 +44,6 @@ def engine_of(transport: Any, topology: Topology, tensors: list[Any], rule: Rule
     specs = [TensorSpec.of(f"tensor {i}", tensor) for i, tensor in enumerate(tensors)]
     engine.install(engine.lay_out(specs, tensors, range(len(specs)), 2**20, as_view=as_view))
     return engine
-
-
-def names_in(bucket: Bucket) -> list[str]:
-    return bucket.buffer.names
 
 
 class Turns(Topology):
@@ -63,80 +58,6 @@ class Turns(Topology):
 
 
 # -- the engine by itself --------------------------------------------------------------------------------------------------
-
-ROUNDS = [
-    [Edge([0, 1], 0.5), Edge([2], 1.0)],
-    [Edge([0], 1.0), Edge([1, 2], 0.75)],
-    [Edge([2, 0, 1], 1 / 3)],
-    [Edge([0], 1.0), Edge([1], 1.0), Edge([2], 1.0)],
-]
-MATRICES = [
-    np.array([[0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0, 1]]),
-    np.array([[1, 0, 0], [0, 0.75, 0.25], [0, 0.25, 0.75]]),
-    np.full((3, 3), 1 / 3),
-    np.eye(3),
-]
-DTYPES = {torch.float64: 1e-14, torch.float32: 1e-6}
-STEPS = 7
-
-
-def change(rank: int, t: int, when: int) -> np.ndarray:
-    return np.random.default_rng([rank, t, when]).normal(size=(3, 4))
-
-
-def mixed(transport: Any, edited: bool, as_view: bool, factor: float) -> tuple[list[Tensor], list[str]]:
-    """The tensors in the end, and how each exchange of each bucket ended."""
-    rank = transport.rank
-    tensors = [torch.from_numpy(change(rank, STEPS, 0)).to(dtype) for dtype in DTYPES]
-    engine = engine_of(transport, Turns(ROUNDS, rank), tensors, as_view=as_view)
-    engine.factor = factor
-    outcomes: list[str] = []
-
-    def finish() -> None:
-        outcomes.append(" and ".join({engine.finish(bucket).kind for bucket in engine.buckets}))
-
-    def edit(t: int, when: int) -> None:
-        for tensor in tensors:
-            tensor += torch.from_numpy(change(rank, t, when))
-
-    finish()
-    for t in range(STEPS):
-        edit(t, 1)
-        for bucket in engine.buckets:
-            engine.start(bucket)
-            assert bucket.in_flight is not None
-        if edited:
-            engine.wait_for_read()
-            edit(t, 2)
-        finish()
-        engine.advance()
-    finish()
-    assert all(bucket.in_flight is None for bucket in engine.buckets)
-    assert engine.round == STEPS
-    assert engine.counts.exchanges == len(engine.buckets) * outcomes.count("arrived") > 0
-    return tensors, outcomes
-
-
-@pytest.mark.parametrize(("edited", "as_view", "factor"), [(True, False, 1.0), (True, True, 0.5), (False, True, 1.0)])
-def test_tensors_mix_as_the_matrices_say(edited, as_view, factor):
-    """Also what is written to them while an exchange is in flight stays."""
-    found = run_replicas(3, lambda transport: mixed(transport, edited, as_view, factor))
-    x = np.stack([change(rank, STEPS, 0) for rank in range(3)])
-    for t in range(STEPS):
-        x = sent = x + np.stack([change(rank, t, 1) for rank in range(3)])
-        if edited:
-            x = x + np.stack([change(rank, t, 2) for rank in range(3)])
-        x = x + factor * np.tensordot(MATRICES[t % 4] - np.eye(3), sent, 1)
-    for rank, (tensors, _) in enumerate(found):
-        for tensor, tolerance in zip(tensors, DTYPES.values(), strict=True):
-            np.testing.assert_allclose(tensor.double().numpy(), x[rank], rtol=0, atol=50 * tolerance, err_msg=f"worker {rank}")
-
-
-def test_an_outcome_says_whether_anything_came():
-    """Before the first round and after the last one nothing is in flight."""
-    found = run_replicas(3, lambda transport: mixed(transport, True, False, 1.0)[1])
-    words = {"-": "sat out", "x": "arrived"}
-    assert found == [[words[letter] for letter in text] for text in ("-x-x-x-x-", "-xxx-xxx-", "--xx--xx-")]
 
 
 def abandoned(transport: Any) -> None:
@@ -283,43 +204,36 @@ def test_gossip_makes_its_buckets_at_the_call(megabytes):
     replica = gossip(model, SGD(model.parameters()), bucket_size_in_mb=megabytes, transport=InProcessTransport())
     buckets = replica.engine.buckets
     assert (len(buckets) > 1) is (megabytes < 25)
-    assert [name for bucket in buckets for name in names_in(bucket)] == [name for name, _ in model.named_parameters()][::-1]
+    assert [name for bucket in buckets for name in bucket.buffer.names] == [name for name, _ in model.named_parameters()][::-1]
     replica.close()
 
 
-class Plain:
-    """Has a tensor that is none of ours to look for."""
-
-    touched: list[str]
-
-    def __init__(self) -> None:
-        self.hidden, self.touched = torch.ones(1), []
-
-    @property
-    def logits(self) -> Tensor:
-        self.touched.append("logits")
-        return self.hidden
-
-    def __getattr__(self, name: str) -> Any:
-        self.touched.append(name)
-        raise AttributeError(name)
-
-
 @dataclasses.dataclass
-class Output(Plain):
+class Output:
     first: Any
     second: Any
 
-    def __post_init__(self) -> None:
-        super().__init__()
+
+class Opaque:
+    """Nothing in it is looked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
 
 
 def test_the_tensors_of_an_output():
     a, b, c, d, e, f = (torch.full((1,), float(i)) for i in range(6))
-    plain, output = Plain(), Output((d, None), {"x": [e], "y": "text"})
-    found = list(tensors_in({"a": a, "b": [b, (c, 1.0)], "plain": plain, "output": output, "kind": Output, "last": f}))
+    output = Output((d, None), {"x": [e], "y": "text"})
+    found = list(tensors_in({"a": a, "b": [b, (c, 1.0)], "plain": Opaque(), "output": output, "kind": Output, "last": f}))
     assert [id(tensor) for tensor in found] == [id(tensor) for tensor in (a, b, c, d, e, f)]
-    assert plain.touched == output.touched == []
+
+
+def trained(at: Any, driver: str, model: nn.Module, **options: Any) -> Driven:
+    """After three rounds: with ``overlap`` the last one is in flight."""
+    options = {"topology": "ring", "bucket_size_in_mb": MANY, **options}
+    if driver == "wrapper":
+        options["sync_buffer_in_global_avg"] = True
+    return Driven(driver, model, at, **options).steps(0, 1, 2)
 
 
 def frames_to_hook(hooked_by: str) -> int:
@@ -332,21 +246,6 @@ def frames_to_hook(hooked_by: str) -> int:
     return count
 
 
-def trained(transport: Any, driver: str, model: nn.Module, **options: Any) -> tuple[Any, Any]:
-    """The user's object and the replica after three rounds: with ``overlap`` the last one is in flight."""
-    options = {"topology": "ring", "transport": transport, "bucket_size_in_mb": MANY, **options}
-    optimizer = SGD(model.parameters())
-    if driver == "wrapper":
-        wrapper = DecentralizedDataParallel(model, SGD, sync_buffer_in_global_avg=True, **options)
-    else:
-        replica = gossip(model, optimizer, **options)
-    for t in range(3):
-        loss(wrapper if driver == "wrapper" else model, t, transport.rank).backward()
-        if driver == "gossip":
-            optimizer.step()
-    return (wrapper, wrapper.replica) if driver == "wrapper" else (replica, replica)
-
-
 def counted(transport: Any, driver: str, overlap: bool) -> list[int]:
     """The frames below each start of an exchange."""
     found = list[int]()
@@ -357,12 +256,12 @@ def counted(transport: Any, driver: str, overlap: bool) -> list[int]:
         return start(edge, request)
 
     transport.start = watched
-    trained(transport, driver, net(), overlap=overlap)[0].close()
+    trained(transport, driver, net(), overlap=overlap).user.close()
     return found
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("driver", ["wrapper", "gossip"])
+@DRIVERS
 def test_few_frames_lie_between_a_hook_and_the_exchange(driver, overlap):
     for found in run_replicas(2, lambda transport: counted(transport, driver, overlap)):
         assert len(found) >= 3 * 2, "three rounds of several buckets"
@@ -386,21 +285,21 @@ class FailingListener(Listener):
 
 def closed(transport: Any, driver: str) -> str:
     model, called = net(), list[str]()
-    driven, replica = trained(transport, driver, model)
-    before, buckets = values(model), replica.engine.buckets
+    driven = trained(transport, driver, model)
+    replica, before, buckets = driven.replica, values(model), driven.replica.engine.buckets
     assert all(bucket.in_flight is not None for bucket in buckets)
     if transport.rank == 0:
         replica.listeners += [FailingListener(called, name) for name in "aBCd"]
         with pytest.raises(KeyError):
-            driven.close()
-    driven.close()
+            driven.user.close()
+    driven.user.close()
     assert replica.life.closed
     assert [bucket.in_flight for bucket in buckets] == [None] * len(buckets)
     assert_same(model, before)
     return "".join(sorted(called))
 
 
-@pytest.mark.parametrize("driver", ["wrapper", "gossip"])
+@DRIVERS
 def test_a_failing_listener_does_not_prevent_the_others_from_being_called(driver):
     """The exchange in flight is finished and dropped all the same."""
     assert run_replicas(2, lambda transport: closed(transport, driver)) == ["BCad", ""]
@@ -409,21 +308,21 @@ def test_a_failing_listener_does_not_prevent_the_others_from_being_called(driver
 def loaded_inside(transport: Any, driver: str, names: list[str]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    driven, _ = trained(transport, driver, model)
+    driven = trained(transport, driver, model)
     own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     new = {name: torch.full_like(own[name], 3.0 + transport.rank) for name in names}
-    with driven.averaged():
+    with driven.user.averaged():
         model.load_state_dict(new, strict=False)
     now = model.state_dict()
     changed = [name for name, value in {**own, **new}.items() if not torch.equal(now[name], value)]
     assert changed == [], f"loaded: {names}"
-    driven.close()
+    driven.user.close()
 
 
 LOADED = {"a parameter": ["2.bias"], "a buffer": ["1.running_mean"], "both": ["1.weight", "1.running_var"]}
 
 
-@pytest.mark.parametrize("driver", ["wrapper", "gossip"])
+@DRIVERS
 @pytest.mark.parametrize("what", LOADED)
 def test_a_load_of_some_tensors_inside_averaged(what, driver):
     """They keep what was loaded, and all others have their own values back."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import time
 import weakref
@@ -145,24 +144,6 @@ def test_the_values_of_the_start_are_sent(workers):
 
 
 # -- leaving ---------------------------------------------------------------------------------------------------------------
-
-
-def refused(rank: int, n: int) -> tuple[int, int]:
-    before = {thread.ident for thread in threading.enumerate()}
-    files = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        with pytest.raises(ValueError, match="unknown topology"):
-            DecentralizedDataParallel(net(), SGD, topology="nonsense")
-    gc.collect()
-    time.sleep(0.2)
-    left = [thread for thread in threading.enumerate() if thread.ident not in before and "transport" in thread.name]
-    return len(left), len(os.listdir("/proc/self/fd")) - files
-
-
-def test_a_construction_that_fails_leaves_nothing_behind(workers):
-    for threads, files in workers(2, refused):
-        assert threads == 0
-        assert files < 3
 
 
 def leaves_at_once(rank: int, n: int) -> bool:
@@ -341,19 +322,6 @@ def test_an_error_of_this_workers_own_is_not_that_of_a_peer():
     handle.fail(-1, PermissionError(13, "Permission denied", "cache"))
     with pytest.raises(RuntimeError, match=r"the exchange failed: .*Permission denied: 'cache'"):
         handle.wait()
-
-
-def test_a_sum_that_cannot_be_made_is_an_error_of_this_workers_own():
-    failed: list[Any] = []
-    reduction: Any = groups._ChunkReduction.__new__(groups._ChunkReduction)
-    reduction._group = SimpleNamespace(handle=SimpleNamespace(fail=lambda peer, error: failed.append((peer, error))))
-    error = PermissionError("cache")
-
-    def reduce() -> None:
-        raise error
-
-    reduction._run(reduce)
-    assert failed == [(-1, error)]
 
 
 def test_what_comes_after_a_failed_wait_does_not_land():

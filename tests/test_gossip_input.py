@@ -188,6 +188,11 @@ BAD: dict[str, tuple[Callable[[nn.Module], Given], str, str]] = {
     "replaced": (replaced, VALUE, "parameter 0 of SGD, of shape (12, 6), is not one of the model's"),
     "topology": (option(topology="rnig"), VALUE, "did you mean 'ring'?"),
     "int4": (option(compression="int4"), VALUE, "got 'int4': did you mean 'int8'?"),
+    "no mix": (
+        option(topology="complete:3,ring", mix_every=5),
+        VALUE,
+        "CompleteTopology, every 5 updates, would never mix",
+    ),
     "mix_every=0": (option(mix_every=0), VALUE, "mix_every must be a whole number of updates, at least 1, got 0"),
     "bucket -1": (
         option(bucket_size_in_mb=-1),
@@ -223,6 +228,7 @@ DIFFERENT: dict[str, tuple[Callable[[nn.Module], Given], str]] = {
     "rule": (option(rule=OuterNesterov(lr=0.5)), "OuterNesterov"),
     "scaler": (option(scaler=torch.amp.GradScaler("cpu")), "scaled is False on worker 0 and True on worker 1"),
     "topology": (option(topology="complete"), "the topology differs between workers"),
+    "turns": (option(topology="complete:101,ring"), "name is "),
     "compression": (option(compression="int8"), "'int8' on worker 1"),
     "mix_every": (option(mix_every=2), "mix_every is 1 on worker 0 and 2 on worker 1"),
     "overlap": (option(overlap=False), "overlap is True on worker 0 and False on worker 1"),
@@ -411,38 +417,3 @@ def test_a_transport_of_the_callers_stays_the_callers():
             decent_dp.gossip(model, optimizer, transport=transport)  # type: ignore[arg-type]
     gossip = decent_dp.gossip(model, SGD(model.parameters()), transport=transport, topology="complete")
     gossip.close()
-
-
-# -- later: tests/test_gossip.py has the errors of scalers --------------------------------------------------------------------
-
-
-def adds_a_group(rank: int, n: int, who: list[int]) -> Any:
-    model = net()
-    optimizer = SGD(model.parameters())
-    gossip = decent_dp.gossip(model, optimizer, topology="complete")
-    began = time.monotonic()
-
-    def train() -> None:
-        for t in range(20):
-            if rank in who and t == 2:
-                optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-            loss(model, t, rank).backward()
-            optimizer.step()
-
-    found = error_of(train)
-    if rank in who:
-        assert error_of(optimizer.step)[0] == "RuntimeError"
-        gossip.close()
-    assert time.monotonic() - began < 45
-    return found
-
-
-def test_a_group_that_is_added_later(workers):
-    text = "SGD had 6 parameters when gossip() was called and has 7 now (add_param_group?)"
-    for kind, said in workers(2, adds_a_group, [0, 1]):
-        assert (kind, text in said) == ("RuntimeError", True)
-    (left, why), (kind, said) = workers(2, adds_a_group, [1])
-    assert (kind, text in said) == ("RuntimeError", True)
-    assert left == "PeerLostError"
-    assert "worker 1" in why
-    assert text[:20] in why

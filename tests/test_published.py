@@ -23,11 +23,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.profiler import profile
 
 import decent_dp
-from decent_dp import ddp, optim
+from decent_dp import optim
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.optim import published
 from decent_dp.replica import construction
-from decent_dp.topo import Edge, Topology, TopologyReg
+from decent_dp.topo import Edge, Topology
 from decent_dp.transport import InProcessTransport, run_replicas
 from tests.helpers import SGD, alone, assert_same, loss, net, seed_cpu, values
 
@@ -358,10 +358,6 @@ def test_a_state_dict_whose_keys_the_modules_rename_does_not_warn(make, caplog):
 
 
 # -- small things ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_registry_is_also_in_ddp():
-    assert ddp.TopologyReg is TopologyReg
 
 
 def test_a_bucket_of_size_zero_holds_one_parameter():

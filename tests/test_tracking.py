@@ -384,17 +384,6 @@ def test_what_lossy_groups_have_left_is_forgotten():
 # -- the other drivers ---------------------------------------------------------------------------------------------------------
 
 
-def over_sockets(at: Any) -> tuple[np.ndarray, ...]:
-    return train(at, topology="one-peer-exp")
-
-
-@pytest.mark.timeout(120)
-def test_over_sockets_it_is_the_same(replicas):
-    want, _ = law("adamw", "one-peer-exp", N, True)
-    found = replicas(N, over_sockets)
-    np.testing.assert_allclose(np.stack([values for values, *_ in found]), want, rtol=0, atol=1e-9)
-
-
 def simulated(kind: str, steps: int, topology: str = "base-2", **how: Any) -> VirtualCluster:
     rule = None if kind == "adamw" else MomentumTracking()
     cluster = VirtualCluster(Linear(), OPTIMIZERS[kind], topology, N, loss_fn=squares, rule=rule, **how)
