@@ -10,7 +10,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,30 +135,6 @@ def beside(model: nn.Module, step: Any, optim_fn: Any = SGD, steps: int = 4, tol
         assert wrapper.stats().rounds == t + 1
         assert_same(wrapper, twin, tolerance)
     return wrapper
-
-
-def noting_texts(transport: Any) -> dict[str, str]:
-    """The texts in the store that this transport writes from now on, by key; changes with the store."""
-    texts: dict[str, str] = {}
-    store = transport.store
-
-    def note(key: str, text: str) -> None:
-        texts[key] = text
-        store.set(key, text)
-
-    def add(key: str, amount: int) -> int:
-        count: int = store.add(key, amount)
-        texts[key] = str(count)
-        return count
-
-    def delete(key: str) -> None:
-        del texts[key]
-        store.delete_key(key)
-
-    transport.store = SimpleNamespace(
-        set=note, get=store.get, check=store.check, add=add, multi_get=store.multi_get, delete_key=delete
-    )
-    return texts
 
 
 class SilentStore:

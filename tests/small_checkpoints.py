@@ -40,9 +40,9 @@ def craft(step: Path, rank: int, change: Callable[[dict[str, Any]], Any]) -> Non
     write_shard(step, record, {key: tensor.contiguous() for key, tensor in tensors.items()}, text)
 
 
-def save(path: Path, round_: int, run: str = "run", keep: int = 2) -> str:
+def save(path: Path, round_: int, run: str = "run", keep: int = 2, attempt: int = 0) -> str:
     """A whole save, as one worker would do it for all, in a run that has loaded from the folder."""
-    name = folder.step_name(round_, 0, round_, run, N)
+    name = folder.step_name(round_, attempt, round_, run, N)
     folder.make_folder(path)
     _, sight = folder.look(path)
     complete = folder.complete([sight])
@@ -51,7 +51,7 @@ def save(path: Path, round_: int, run: str = "run", keep: int = 2) -> str:
         folder.remove(path / other)
     write(folder.make_folder(path / name), round_)
     folder.write_latest(path, name, 0)
-    folder.prune(path, name, {name, *complete}, keep, set(folder.steps_in(path)))
+    folder.prune(path, name, {name, *complete}, keep, {name, *sight.steps})
     return name
 
 

@@ -294,38 +294,16 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def save_third(path: Path) -> None:
-    """Attempt 1, so that it is newer than what was left over."""
-    name = step_name(3, 1, 3, "third", 2)
+def save_next(path: Path, run: str) -> str:
+    """By the next run, which has loaded and cleans up."""
     _, found = look(path)
-    whole, lacking = complete([found]), found.steps.keys() - complete([found])
-    make_folder(path)
-    claim(path, "third", 0, may_take_over=True)
-    for other in lacking:
-        remove(path / other)
-    write(make_folder(path / name), 3)
-    folder.write_latest(path, name, 0)
-    prune(path, name, {name, *whole}, 2, {name, *whole, *lacking})
-
-
-def save_fourth(path: Path) -> str:
-    """By the next run, which cleans up."""
-    _, found = look(path)
-    whole, lacking = complete([found]), found.steps.keys() - complete([found])
-    name = step_name(4, folder.attempt_of([found]), 0, "fourth", 2)
-    claim(path, "fourth", 0, may_take_over=True)
-    for other in lacking:
-        remove(path / other)
-    write(make_folder(path / name), 4)
-    folder.write_latest(path, name, 0)
-    prune(path, name, {name, *whole}, 2, {name, *whole, *lacking})
-    return name
+    return save(path, {"third": 3, "fourth": 4}[run], run, attempt=1 if run == "third" else folder.attempt_of([found]))
 
 
 def save_on(disk: FaultyDisk, path: Path) -> type[BaseException] | None:
     with disk.installed():
         try:
-            save_third(path)
+            save_next(path, "third")
         except (Died, OSError, CheckpointError) as error:
             return type(error)
     return None
@@ -349,16 +327,16 @@ LOSSES = {
 }
 
 
-IN_FAST_TESTS = [("power, all lost", "third")]
-DEATHS = [(loss, number) for number in ("third", "first") for loss in LOSSES]
+DEATHS = [
+    pytest.param(loss, first, marks=() if (loss, first) == ("power, all lost", False) else pytest.mark.slow)
+    for first in (False, True)
+    for loss in LOSSES
+]
 
 
-@pytest.mark.parametrize(
-    ("loss", "number"), [one if one in IN_FAST_TESTS else pytest.param(*one, marks=pytest.mark.slow) for one in DEATHS]
-)
-def test_whenever_it_dies_what_is_complete_is_whole(before, tmp_path, monkeypatch, loss, number):
+@pytest.mark.parametrize(("loss", "first"), DEATHS)
+def test_whenever_it_dies_what_is_complete_is_whole(before, tmp_path, monkeypatch, loss, first):
     """Of a run's first save, and of its third."""
-    first = number == "first"
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the disk below has its own
     possible = ([], [3]) if first else ([2, 1], [3, 2, 1], [3, 2])
     outcomes = []
@@ -374,7 +352,7 @@ def test_whenever_it_dies_what_is_complete_is_whole(before, tmp_path, monkeypatc
         rounds = rounds_in(path)
         assert rounds in possible, (at, disk.operations[-1])
         outcomes.append(rounds)
-        assert newest(path) != save_fourth(path) == newest(path)
+        assert newest(path) != save_next(path, "fourth") == newest(path)
         assert rounds_in(path) == [4, *rounds[:1]]
         for left in ("run-0.tmp", "latest-0.tmp"):
             assert not (path / left).exists()
@@ -402,7 +380,7 @@ def test_whatever_fails_what_is_complete_is_whole(before, tmp_path, monkeypatch)
         assert rounds in ([2, 1], [3, 2, 1], [3, 2]), (at, disk.operations[at - 1])
         assert rounds[0] == 3 or error is not None
         assert len([entry for entry in path.iterdir() if entry.is_dir()]) <= 4
-        save_fourth(path)
+        save_next(path, "fourth")
         check_tidy(path)
         shutil.rmtree(tmp_path / f"{at}")
         if len(disk.operations) < at:

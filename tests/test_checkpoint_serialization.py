@@ -185,35 +185,21 @@ def test_views_of_all_kinds():
         assert not back[key].requires_grad
 
 
-def test_tensors_are_not_copied():
-    """That is for the staging to do, once."""
-    block = torch.randn(4, 3, 5, 2)
-    tree = {
-        "a": block[:2],
-        "b": block[1:],
-        "last": block.contiguous(memory_format=torch.channels_last),
-        "turned": block.permute(3, 1, 0, 2),
-        "wide": torch.ones(2).expand(3, 2),
-        "parameter": nn.Parameter(torch.randn(3)),
-        "sparse": torch.sparse_coo_tensor([[0, 2]], torch.ones(2), (3,), check_invariants=True),
-    }
-    _, tensors = encode(tree)
-    for key in ("a", "b", "last", "turned", "wide", "parameter"):
-        assert tensors[key].data_ptr() == tree[key].data_ptr(), key
-        assert tensors[key].stride() == tree[key].stride(), key
-    assert tensors["sparse.values"].data_ptr() == tree["sparse"]._values().data_ptr()
+def test_tensors_are_not_copied_and_everything_else_is():
+    """Tensors are copied once, by the staging."""
+    block, sparse = torch.randn(4, 3, 5, 2), torch.sparse_coo_tensor([[0, 2]], torch.ones(2), (3,), check_invariants=True)
+    views = {"a": block[:2], "b": block[1:], "turned": block.permute(3, 1, 0, 2), "parameter": nn.Parameter(torch.randn(3))}
+    array, inner = np.zeros(3), [1]
+    text, tensors = encode({**views, "sparse": sparse, "array": array, "list": inner})
+    for key, view in views.items():
+        assert tensors[key].data_ptr() == view.data_ptr(), key
+        assert tensors[key].stride() == view.stride(), key
+    assert tensors["sparse.values"].data_ptr() == sparse._values().data_ptr()
     assert len(encode([block, block, block])[1]) == 1
-    assert same(there_and_back(tree), {**tree, "parameter": tree["parameter"].detach()})
-
-
-def test_tensors_alias_and_everything_else_is_copied():
-    tensor, array, inner = torch.zeros(3), np.zeros(3), [1]
-    text, tensors = encode({"t": tensor, "a": array, "l": inner})
-    tensor += 1
     array += 1
     inner.append(2)
     back = decode(text, tensors.__getitem__)
-    assert (back["t"].tolist(), back["a"].tolist(), back["l"]) == ([1, 1, 1], [0, 0, 0], [1])
+    assert (back["array"].tolist(), back["list"]) == ([0, 0, 0], [1])
 
 
 @pytest.mark.parametrize("coalesced", [False, True])
@@ -275,42 +261,31 @@ def test_arrays_and_random_states():
     assert (generator.random(), np.random.rand(), rng.normal()) == expected
 
 
-def schedulers() -> list[Any]:
-    def optimizer() -> torch.optim.Optimizer:
-        return torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+def test_states_of_schedulers_and_optimizers():
+    def optimizer(kind: str = "SGD") -> Any:
+        return getattr(torch.optim, kind)([parameter], lr=0.1)
 
-    o = optimizer()
-    return [
-        lr_scheduler.LambdaLR(optimizer(), lambda epoch: 0.9),
+    parameter = nn.Parameter(torch.randn(3, 2))
+    for scheduler in (
         lr_scheduler.MultiStepLR(optimizer(), [1, 1, 3]),
         lr_scheduler.ReduceLROnPlateau(optimizer()),
-        lr_scheduler.CosineAnnealingWarmRestarts(optimizer(), 3),
-        lr_scheduler.OneCycleLR(optimizer(), 0.1, total_steps=10),
-        lr_scheduler.CyclicLR(optimizer(), 0.1, 0.2),
-        lr_scheduler.ChainedScheduler([lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)], o),
-    ]
+        lr_scheduler.ChainedScheduler([lr_scheduler.LambdaLR(optimizer(), lambda epoch: 0.9)]),
+        lr_scheduler.OneCycleLR(optimizer("Adam"), 0.1, total_steps=10),
+    ):
+        state = scheduler.state_dict()
+        assert there_and_back(state) == state
+    for kind in ("Adam", "Adagrad", "Adafactor", "LBFGS"):
+        own = optimizer(kind)
 
+        def closure(own: Any = own) -> Tensor:
+            own.zero_grad()
+            loss = (parameter**2).sum()
+            loss.backward()
+            return loss
 
-@pytest.mark.parametrize("scheduler", schedulers(), ids=lambda s: type(s).__name__)
-def test_states_of_schedulers(scheduler):
-    state = scheduler.state_dict()
-    assert there_and_back(state) == state
-
-
-@pytest.mark.parametrize("kind", ["Adam", "Adagrad", "NAdam", "Adafactor", "LBFGS", "Rprop"])
-def test_states_of_optimizers(kind):
-    parameter = nn.Parameter(torch.randn(3, 2))
-    optimizer = getattr(torch.optim, kind)([parameter])
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = (parameter**2).sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    state = optimizer.state_dict()
-    assert same(there_and_back(state), {**state, "state": dict(state["state"])})
+        own.step(closure)
+        state = own.state_dict()
+        assert same(there_and_back(state), {**state, "state": dict(state["state"])})
 
 
 def test_keys_of_tensors_can_be_read_by_people():
@@ -376,10 +351,6 @@ def test_a_value_that_cannot_be_saved_is_named(value, message):
     with pytest.raises(TypeError) as caught:
         encode({"extra": {"sampler": [0, {"x": value}]}})
     assert str(caught.value).startswith("extra['sampler'][1]['x'] cannot be saved, as its type is " + message)
-    with pytest.raises(TypeError, match=r"^extra cannot be saved"):
-        encode({"extra": value})
-    with pytest.raises(TypeError, match=r"^extra\['sampler'\] cannot be saved"):
-        encode({"extra": {"sampler": value}})
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import random
@@ -11,15 +10,12 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from decent_dp.checkpoint import latest
 
@@ -158,40 +154,3 @@ def test_workers_that_must_stop_save_and_exit(workers, tmp_path):
         assert max(steps[-2], epoch * 22) < steps[-1] < STEPS
         assert not (tmp_path / "result.json").exists()
     assert numbers(workers(2, train, "", checkpoints)[0]) == undisturbed(workers, steps)
-
-
-def told_with_a_full_disk(rank: int, n: int, folder: str) -> None:
-    from decent_dp.checkpoint import saver
-
-    def full(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def tell() -> None:
-        while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def some_data() -> Any:
-        draw = torch.Generator().manual_seed(0)
-        x, y = torch.rand(2000, 64, generator=draw), torch.arange(2000) % 10
-        return torch.utils.data.TensorDataset(x, y), x, y
-
-    # Neither the digits nor what reads them is needed, and it takes a second to import.
-    absent: Any = SimpleNamespace(load_digits=None, train_test_split=None)
-    sys.modules |= dict.fromkeys(("sklearn", "sklearn.datasets", "sklearn.model_selection"), absent)
-    from examples import digits
-
-    digits.load_data = some_data
-    saver.write_shard = full
-    threading.Thread(target=tell, daemon=True).start()
-    train(rank, n, folder, folder)
-
-
-@pytest.mark.slow
-def test_workers_that_could_not_save_do_not_say_that_all_is_well(workers, tmp_path):
-    outcomes = workers.outcomes(2, told_with_a_full_disk, str(tmp_path))
-    assert [outcome.error for outcome in outcomes] == ["SystemExit"] * 2, outcomes
-    for outcome in outcomes:
-        assert outcome.message.startswith("stopped, and nothing could be saved: ")  # a text: exit code 1
-        assert "No space left" in outcome.message
-    assert latest(tmp_path) is None
