@@ -223,8 +223,8 @@ BREAKAGES = [
     Breakage(
         "an exchange that is dropped in doubt is not counted",
         "transport/settlement.py",
-        "        self.one_sided += 1\n        self._say(link, link.votes.revoke(pair))\n",
-        "        self._say(link, link.votes.revoke(pair))\n",
+        "            self.one_sided += may_live\n",
+        "",
     ),
     Breakage(
         "without faults= an exchange with a worker that is gone is left out",
@@ -235,8 +235,8 @@ BREAKAGES = [
     Breakage(
         "an exchange is mixed without the other worker's vote",
         "transport/votes.py",
-        "return Verdict.BOTH if self._peer_got.get(bucket) == round_ else None",
-        "return Verdict.BOTH",
+        "return Verdict.BOTH if pair.voted and self.peer_got.get(bucket) == round_ else None",
+        "return Verdict.BOTH if pair.voted else None",
     ),
     Breakage(
         "messages of groups wait for a connection that was lost",

@@ -27,7 +27,7 @@ from decent_dp.transport.peer_links import LinkState
 from decent_dp.transport.router import Reader, Router
 from decent_dp.transport.sockets import Channel
 from decent_dp.transport.transfers import SMALL, Receiving, Sending
-from decent_dp.transport.votes import PairExchange, Verdict, Vote, Votes
+from decent_dp.transport.votes import PairExchange, Verdict, Votes
 from tests.wires import make_connections, make_links, message
 
 BUCKETS = 2
@@ -168,7 +168,7 @@ class World:
             key, votes = (end.round, bucket, 0), end.link.votes
             # A worker may not have seen yet that the connection is lost.
             is_lost = end.link.state is not LinkState.OPEN and self.draw.random() < 0.7
-            if is_lost or votes.in_doubt(bucket) or votes.has_dropped(end.round, bucket):
+            if is_lost or bucket in votes.pairs or votes.has_dropped(end.round, bucket):
                 end.settlement.skip(end.peer, end.round, bucket)
                 end.verdicts[end.round, bucket] = Verdict.NEITHER
                 continue
@@ -200,8 +200,9 @@ class World:
 
     def abandon(self, end: End) -> None:
         for round_, bucket in end.open_rounds():
-            in_doubt = end.link.votes.in_doubt(bucket)
-            end.settlement.abandon(end.link.votes.pairs[bucket], late=False)
+            pair = end.link.votes.pairs[bucket]
+            in_doubt = pair.voted > 0
+            end.settlement.abandon(pair, late=False)
             assert in_doubt is (end.verdicts[round_, bucket] is None)
         end.flow.go_on()
 
@@ -326,30 +327,9 @@ def test_an_exchange_that_one_end_drops_alone_is_counted(seeds):
 # -- votes by hand ---------------------------------------------------------------------------------------------------------
 
 
-def pair_of(round_: int) -> PairExchange:
-    receiving, sending = (message(kind, (round_, 0, 0), 1) for kind in (Receiving, Sending))
-    return PairExchange(receiving, sending, lambda _: None)
-
-
-def test_votes_are_repeated_for_the_last_exchange_and_for_what_was_left_out():
-    votes, pair = Votes(), pair_of(3)
-    votes.open(pair)
-    assert votes.vote_got(pair, 1.0) == Vote(3, 0, got=True)
-    assert votes.verdict(pair) is None
-    votes.hear(Vote(3, 0, got=True))
-    assert votes.verdict(pair) is Verdict.BOTH
-    del votes.pairs[0]
-    votes.vote_drop(5, 0)
-    votes.vote_drop(4, 1)
-    assert list(votes.repeated()) == [Vote(3, 0, got=True), Vote(5, 0, got=False), Vote(4, 1, got=False)]
-
-
 def test_a_later_drop_does_not_undo_a_got():
-    votes, pair = Votes(), pair_of(3)
-    votes.open(pair)
-    votes.vote_got(pair, 1.0)
-    for vote in (Vote(3, 0, got=True), Vote(9, 0, got=False)):
-        votes.hear(vote)
+    receiving, sending = (message(kind, (3, 0, 0), 1) for kind in (Receiving, Sending))
+    votes, pair = Votes(got={0: 3}, peer_got={0: 3}, peer_dropped={0: 9}), PairExchange(receiving, sending, print, voted=1.0)
     assert votes.verdict(pair) is Verdict.BOTH
     assert votes.has_dropped(4, 0)
     assert not votes.has_dropped(3, 0)
@@ -396,7 +376,7 @@ def one_in_doubt() -> tuple[World, End, End]:
         first.read()
         world.move(first, 100, [0])
         second.read()
-    assert first.link.votes.in_doubt(0)
+    assert first.link.votes.pairs[0].voted
     return world, first, second
 
 
@@ -426,7 +406,7 @@ def test_a_vote_that_was_revoked_while_the_connection_was_lost():
     for end in world.ends:
         world.open(end, (0, 0, 0))
         end.flow.go_on()
-    first.link.votes.hear(Vote(0, 0, got=True))
+    first.link.votes.peer_got[0] = 0
     pair = second.link.votes.pairs[0]
     pair.receiving.received = pair.receiving.size
     second.settlement.vote_if_complete(pair)

@@ -326,7 +326,7 @@ def test_a_message_that_is_given_up_in_doubt_costs_its_connection_if_it_was_lent
     while pair.receiving.received < size:
         wires.data(key, pair.receiving.received, min(2**16, pair.receiving.granted - pair.receiving.received), size)
         wires.flow.go_on()
-    assert wires.link.votes.in_doubt(0)
+    assert wires.link.votes.pairs[0].voted
     wires.connections.settlement.drop(pair)
     assert verdicts == [Verdict.NEITHER]
     assert (wires.link.state is LinkState.OPEN) == (wires.lent == 0) == (wires.hung_up == [])

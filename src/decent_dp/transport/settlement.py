@@ -7,7 +7,7 @@ from collections.abc import Callable
 from decent_dp.transport.flow import Flow
 from decent_dp.transport.messages import ASK, DROP, GOT, VOTE, Header, check_ahead, pack
 from decent_dp.transport.peer_links import LinkState, PeerLink, PeerLinks
-from decent_dp.transport.votes import PairExchange, Vote
+from decent_dp.transport.votes import PairExchange
 
 __all__ = ["Settlement"]
 
@@ -27,19 +27,19 @@ class Settlement:
         self.one_sided = 0
 
     def open(self, pair: PairExchange) -> None:
-        """Begins an exchange."""
+        """Begins an exchange. The one of the bucket before it is settled."""
         key, link = pair.receiving.key, self._links.to(pair.peer)
+        assert pair.bucket not in link.votes.pairs, "the exchange before it is settled"
         pair.opened = self._now()
-        link.votes.open(pair)
+        link.votes.pairs[pair.bucket] = pair
         if link.state is LinkState.GONE:
-            link.votes.vote_drop(pair.round, pair.bucket)
-        if self._end_if_settled(link, pair.bucket):
-            return
-        if key in link.lane.early:
-            link.join(key)
-        pair.receiving.done = lambda: self.vote_if_complete(pair)
-        self._flow.add_receiving(pair.receiving)
-        self._flow.add_sending(pair.sending)
+            self._drop(link, pair.round, pair.bucket)
+        elif not self._end_if_settled(link, pair.bucket):
+            if key in link.lane.early:
+                link.join(key)
+            pair.receiving.done = lambda: self.vote_if_complete(pair)
+            self._flow.add_receiving(pair.receiving)
+            self._flow.add_sending(pair.sending)
 
     def send(self, pair: PairExchange, ready: int) -> None:
         """So many bytes of this worker's message are coded."""
@@ -51,10 +51,12 @@ class Settlement:
         """The peer's message has come, or this worker's own one is coded."""
         link = self._links.to(pair.peer)
         if link.votes.pairs.get(pair.bucket) is pair and pair.complete and not pair.voted:
-            self._say(link, link.votes.vote_got(pair, self._now()))
+            pair.voted = self._now()
+            link.votes.got[pair.bucket] = pair.round
+            self._say(link, pair.round, pair.bucket, GOT)
 
     def hear(self, link: PeerLink, header: Header) -> None:
-        """A VOTE has come.
+        """A VOTE has come, perhaps again.
 
         Raises:
             WireError: it is of a bucket that cannot be.
@@ -63,14 +65,16 @@ class Settlement:
         check_ahead(link.peer, bucket)
         if header.flags == ASK:
             # The peer is in doubt, and waits for this worker's vote. Without the whole message this worker drops the exchange.
-            has_got = link.votes.has_said_got(round_, bucket)
-            self._say(link, Vote(round_, bucket, True) if has_got else link.votes.vote_drop(round_, bucket))
+            if link.votes.got.get(bucket) == round_:
+                self._say(link, round_, bucket, GOT)
+            else:
+                self._drop(link, round_, bucket)
             return
-        vote = Vote(round_, bucket, got=header.flags == GOT)
-        link.votes.hear(vote)
+        votes = link.votes.peer_got if header.flags == GOT else link.votes.peer_dropped
+        votes[bucket] = max(round_, votes.get(bucket, -1))
         pair = link.votes.pairs.get(bucket)
-        if pair is not None and pair.round == round_ and not (vote.got or pair.voted):
-            self.skip(link.peer, round_, bucket)  # also if the peer has said GOT before, and waits no longer
+        if pair is not None and pair.round == round_ and not (header.flags == GOT or pair.voted):
+            self._drop(link, round_, bucket)  # also if the peer has said GOT before, and waits no longer
         self._end_if_settled(link, bucket)
 
     def abandon(self, pair: PairExchange, *, late: bool) -> None:
@@ -87,46 +91,50 @@ class Settlement:
         if pair.voted:
             link.say(pack(VOTE, pair.sending.key, ASK))
         else:
-            self.skip(pair.peer, pair.round, pair.bucket)
+            self._drop(link, pair.round, pair.bucket)
 
     def drop(self, pair: PairExchange) -> None:
         """Ends an exchange, also one in doubt: the peer may have mixed that."""
         link = self._links.to(pair.peer)
-        if link.votes.pairs.get(pair.bucket) is not pair:
-            return
-        if not pair.voted:
-            self.skip(pair.peer, pair.round, pair.bucket)
-            return
-        # The message's memory is the caller's from now on, and the peer must not get what is written there next.
-        if pair.sending.is_lent and link.state is LinkState.OPEN:
-            self._lose(link, "a message was given up")
-        self.one_sided += 1
-        self._say(link, link.votes.revoke(pair))
+        if link.votes.pairs.get(pair.bucket) is pair:
+            # The message's memory is the caller's from now on, and the peer must not get what is written there next.
+            if pair.voted and pair.sending.is_lent and link.state is LinkState.OPEN:
+                self._lose(link, "a message was given up")
+            self._end(link, pair, may_live=True)
 
     def skip(self, peer: int, round_: int, bucket: int) -> None:
-        """This worker leaves an exchange out, opened or not, and all earlier ones of the bucket that have no GOT."""
-        link = self._links.to(peer)
-        self._say(link, link.votes.vote_drop(round_, bucket))
+        """This worker leaves an exchange out that it has not opened, and all earlier ones of its bucket that have no GOT."""
+        self._drop(self._links.to(peer), round_, bucket)
 
     def expire(self, link: PeerLink, *, may_live: bool) -> None:
         """The peer counts as dead: all exchanges with it are dropped. What a process that has ended has mixed went with it."""
         for pair in list(link.votes.pairs.values()):
-            if pair.voted:
-                self.one_sided += may_live
-                link.votes.revoke(pair)
-            else:
-                link.votes.vote_drop(pair.round, pair.bucket)
-            self._end_if_settled(link, pair.bucket)
+            self._end(link, pair, may_live=may_live)
 
     def repeat(self, link: PeerLink) -> None:
-        """Begins a connection, perhaps in place of a lost one."""
-        link.votes.forget()
-        for vote in link.votes.repeated():
-            link.say(_packed(vote))
+        """Begins a connection, perhaps in place of a lost one. The peer repeats its GOTs, but for those that it has revoked."""
+        link.votes.peer_got.clear()
+        for word, votes in ((GOT, link.votes.got), (DROP, link.votes.dropped)):
+            for bucket, round_ in votes.items():
+                link.say(pack(VOTE, (round_, bucket, 0), word))
 
-    def _say(self, link: PeerLink, vote: Vote) -> None:
-        link.say(_packed(vote))  # without a connection it is not sent: votes are repeated on the next one
-        self._end_if_settled(link, vote.bucket)
+    def _end(self, link: PeerLink, pair: PairExchange, *, may_live: bool) -> None:
+        """Drops an exchange, also one in doubt. A GOT that the peer has heard cannot be taken back."""
+        if pair.voted:
+            self.one_sided += may_live
+            link.votes.got.pop(pair.bucket, None)
+            pair.voted = 0.0
+        self._drop(link, pair.round, pair.bucket)
+
+    def _drop(self, link: PeerLink, round_: int, bucket: int) -> None:
+        link.votes.dropped[bucket] = max(round_, link.votes.dropped.get(bucket, -1))
+        self._say(link, round_, bucket, DROP)
+
+    def _say(self, link: PeerLink, round_: int, bucket: int, word: int) -> None:
+        link.say(
+            pack(VOTE, (round_, bucket, 0), word)
+        )  # without a connection it is not sent: votes are repeated on the next one
+        self._end_if_settled(link, bucket)
 
     def _end_if_settled(self, link: PeerLink, bucket: int) -> bool:
         pair = link.votes.pairs.get(bucket)
@@ -138,7 +146,3 @@ class Settlement:
         self._flow.cancel(link, pair.receiving, pair.sending)
         pair.settle(verdict)
         return True
-
-
-def _packed(vote: Vote) -> bytes:
-    return pack(VOTE, (vote.round, vote.bucket, 0), GOT if vote.got else DROP)

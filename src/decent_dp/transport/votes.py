@@ -10,18 +10,18 @@ per bucket are enough to answer for all exchanges of the past, however often a c
 and the round up to which all others are dropped. After a connection is made again each end repeats them, the GOTs first, as a
 DROP covers all earlier rounds that have none.
 
-The class has no sockets and no clock. ``tests/test_settlement.py`` runs two ends over a scripted network.
+``tests/test_settlement.py`` runs two ends over a scripted network.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from decent_dp.transport.transfers import Receiving, Sending
 
-__all__ = ["ExchangeId", "PairExchange", "Verdict", "Vote", "Votes"]
+__all__ = ["ExchangeId", "PairExchange", "Verdict", "Votes"]
 
 
 @dataclass(frozen=True)
@@ -81,82 +81,29 @@ class PairExchange:
         return self.receiving.key[1]
 
 
-@dataclass(frozen=True)
-class Vote:
-    """A vote, as it is sent. A DROP covers all rounds up to its own that have no GOT."""
-
-    round: int
-    bucket: int
-    got: bool
-
-
+@dataclass
 class Votes:
-    """The exchanges of this worker with one peer.
+    """The exchanges with one peer, and the votes on them. Changed by ``Settlement``.
 
     Attributes:
         pairs: those without a verdict, by bucket.
+        got, peer_got: by bucket: the last round with this end's GOT, and with the peer's.
+        dropped, peer_dropped: by bucket: the round up to which this end drops, and the peer does.
     """
 
-    def __init__(self) -> None:
-        self.pairs: dict[int, PairExchange] = {}
-        # By bucket: the last round with this end's GOT, and with the peer's.
-        self._got: dict[int, int] = {}
-        self._peer_got: dict[int, int] = {}
-        # By bucket: the round up to which this end drops, and the peer does.
-        self._dropped: dict[int, int] = {}
-        self._peer_dropped: dict[int, int] = {}
-
-    def in_doubt(self, bucket: int) -> bool:
-        return bucket in self.pairs and self.pairs[bucket].voted > 0
-
-    def has_said_got(self, round_: int, bucket: int) -> bool:
-        return self._got.get(bucket) == round_
+    pairs: dict[int, PairExchange] = field(default_factory=dict)
+    got: dict[int, int] = field(default_factory=dict)
+    peer_got: dict[int, int] = field(default_factory=dict)
+    dropped: dict[int, int] = field(default_factory=dict)
+    peer_dropped: dict[int, int] = field(default_factory=dict)
 
     def has_dropped(self, round_: int, bucket: int) -> bool:
         """Whether the peer leaves this exchange out."""
-        return self._peer_dropped.get(bucket, -1) >= round_ and self._peer_got.get(bucket, -1) != round_
-
-    def open(self, pair: PairExchange) -> None:
-        """This end begins an exchange. The one before is settled."""
-        assert pair.bucket not in self.pairs, "the exchange before it is settled"
-        self.pairs[pair.bucket] = pair
+        return self.peer_dropped.get(bucket, -1) >= round_ and self.peer_got.get(bucket, -1) != round_
 
     def verdict(self, pair: PairExchange) -> Verdict | None:
         """Of an open exchange. None: it is not known yet."""
         round_, bucket = pair.round, pair.bucket
-        if self._dropped.get(bucket, -1) >= round_ > self._got.get(bucket, -1) or self.has_dropped(round_, bucket):
+        if self.dropped.get(bucket, -1) >= round_ > self.got.get(bucket, -1) or self.has_dropped(round_, bucket):
             return Verdict.NEITHER
-        if not pair.voted:
-            return None
-        return Verdict.BOTH if self._peer_got.get(bucket) == round_ else None
-
-    def vote_got(self, pair: PairExchange, now: float) -> Vote:
-        """The peer's message is whole."""
-        pair.voted = now
-        self._got[pair.bucket] = pair.round
-        return Vote(pair.round, pair.bucket, True)
-
-    def vote_drop(self, round_: int, bucket: int) -> Vote:
-        """This end leaves an exchange out, and all earlier ones that have no GOT. It may not have been opened."""
-        self._dropped[bucket] = max(round_, self._dropped.get(bucket, -1))
-        return Vote(round_, bucket, False)
-
-    def revoke(self, pair: PairExchange) -> Vote:
-        """This end drops what is in doubt. A GOT that the peer has heard cannot be taken back."""
-        self._got.pop(pair.bucket, None)
-        pair.voted = 0.0
-        return self.vote_drop(pair.round, pair.bucket)
-
-    def hear(self, vote: Vote) -> None:
-        """A vote of the peer came, perhaps again."""
-        kept = self._peer_got if vote.got else self._peer_dropped
-        kept[vote.bucket] = max(vote.round, kept.get(vote.bucket, -1))
-
-    def forget(self) -> None:
-        """The connection was lost: the peer repeats its GOTs on the next one, but for those that it has revoked."""
-        self._peer_got.clear()
-
-    def repeated(self) -> Iterable[Vote]:
-        """All that a new connection must begin with."""
-        yield from (Vote(round_, bucket, True) for bucket, round_ in self._got.items())
-        yield from (Vote(round_, bucket, False) for bucket, round_ in self._dropped.items())
+        return Verdict.BOTH if pair.voted and self.peer_got.get(bucket) == round_ else None

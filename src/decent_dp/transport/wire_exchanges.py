@@ -76,17 +76,16 @@ class WireExchanges:
         handle = WireHandle(request.exchange_id, others, self.policy, self._wire, self._explain)
         staging = self._stage(request, handle) if request.sent.device.type != "cpu" else None
         on_host = request if staging is None else staging.on_host
-        exchange: _Swap | GroupExchange
         if len(others) == 1:
-            exchange = _Swap(self._wire, on_host, handle, others[0])
+            encoded = self._swap(on_host, handle, others[0])
         else:
             nodes = group_by_node(edge.ranks, self._node_of)
             first = self._first_chunk(edge, on_host)
-            exchange = GroupExchange(self._wire, on_host, handle, nodes, self._rank, self._pool, first)
-        handle.bytes_sent = exchange.bytes_sent
+            group = GroupExchange(self._wire, on_host, handle, nodes, self._rank, self._pool, first)
+            encoded, handle.bytes_sent = group.encoded, group.bytes_sent
 
         def encode(hints: list[bytes]) -> None:
-            strides = self._encode(request, hints, handle, exchange, staging)
+            strides = self._encode(request, hints, handle, encoded, staging)
             if staging is None:  # beside the backward, which goes on in the training thread
                 self._wire.call(lambda: self._encode_in_turn(strides))
                 return
@@ -107,12 +106,24 @@ class WireExchanges:
         self._wire.call(swap_hints)
         return handle
 
+    def _swap(self, request: ExchangeRequest, handle: WireHandle, peer: int) -> Callable[[int], None]:
+        """Both members of a pair get the message of the other one. Returns what is called with the bytes that are coded."""
+        key, failed, settlement = key_of(request.exchange_id, WHOLE), partial(handle.fail, peer), self._wire.settlement
+        sending = Sending(peer, key, bytes_of(request.sent), _nothing, failed)
+        receiving = Receiving(peer, key, bytes_of(request.received), _nothing, failed)
+        pair = PairExchange(receiving, sending, partial(handle.settle, peer))
+        handle.bytes_sent = sum(chunk.payload for chunk in request.compression.chunks)
+        handle.expect(1)
+        handle.pairs.append(pair)
+        self._wire.call(partial(settlement.open, pair))
+        return lambda ready: self._wire.call(partial(settlement.send, pair, ready))
+
     def _encode(
         self,
         request: ExchangeRequest,
         hints: list[bytes],
         handle: WireHandle,
-        exchange: _Swap | GroupExchange,
+        encoded: Callable[[int], None],
         staging: HostMessages | None,
     ) -> Iterator[None]:
         """Codes a message, unless nobody waits for it any more; yields where messages may move."""
@@ -125,13 +136,13 @@ class WireExchanges:
                 if ready is None:
                     handle.mark_read()
                     if staging is None:
-                        exchange.encoded(request.compression.nbytes)
+                        encoded(request.compression.nbytes)
                     else:
-                        staging.send(self._waiter, exchange.encoded, lambda error: handle.fail(-1, error))
+                        staging.send(self._waiter, encoded, lambda error: handle.fail(-1, error))
                         self._copied[request.exchange_id.bucket] = staging.copied
                     return
                 if staging is None and last + _STRIDE <= ready < request.compression.nbytes and time.monotonic() >= until:
-                    exchange.encoded(ready)
+                    encoded(ready)
                     last = ready
                     yield
                     until = time.monotonic() + _STRIDE_FOR
@@ -173,25 +184,6 @@ class WireExchanges:
             self._encodings.popleft()
         if self._encodings:
             self._wire.call(self._encode_next)
-
-
-class _Swap:
-    """Both members of a pair get the message of the other one."""
-
-    def __init__(self, wire: Wire, request: ExchangeRequest, handle: WireHandle, peer: int) -> None:
-        self._wire = wire
-        key, sent = key_of(request.exchange_id, WHOLE), bytes_of(request.sent)
-        self.bytes_sent = sum(chunk.payload for chunk in request.compression.chunks)
-        handle.expect(1)
-        failed = partial(handle.fail, peer)
-        sending = Sending(peer, key, sent, _nothing, failed)
-        receiving = Receiving(peer, key, bytes_of(request.received), _nothing, failed)
-        self._pair = PairExchange(receiving, sending, partial(handle.settle, peer))
-        handle.pairs.append(self._pair)
-        wire.call(partial(wire.settlement.open, self._pair))
-
-    def encoded(self, ready: int) -> None:
-        self._wire.call(partial(self._wire.settlement.send, self._pair, ready))
 
 
 def _nothing() -> None:
