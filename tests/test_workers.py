@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -61,7 +60,7 @@ def every_topology(transport: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 5, 6, 8))])
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 6, 8))])
 def test_every_topology_runs_or_refuses(n):
     results = run_replicas(n, every_topology)
     for key in results[0]:
@@ -218,12 +217,6 @@ class Different(nn.Module):
             self.first.weight = nn.Parameter(self.first.weight.detach().t().contiguous().t())
 
 
-class SparseBuffer(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-        self.register_buffer("b", torch.zeros(2).to_sparse())
-
-
 def model_of(**changes: Any) -> Any:
     return lambda rank: {"model": Different(**changes) if rank == 1 else Different()}
 
@@ -241,8 +234,6 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "rank missing": (both(topology=edges_topology([[([0, 1], 0.5)]])), ValueError, "2"),
     "rank out of range": (both(topology=edges_topology([[([0, 1], 0.5), ([2, 7], 0.5)]])), ValueError, "7"),
     "weight": (both(topology=edges_topology([[([0, 1], 1.5), ([2], 1.0)]])), ValueError, "1.5"),
-    "weight on one": (one(topology=edges_topology([[([0, 1], -1.0), ([2], 1.0)]])), ValueError, "-1.0"),
-    "another topology": (one(topology="ring"), ValueError, "topology"),
     "another weight": (
         lambda rank: {"topology": edges_topology([[([0, 1], 0.5 + 0.1 * (rank == 1)), ([2], 1.0)]])},
         ValueError,
@@ -250,7 +241,6 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "unfit": (both(topology="one-peer-exp"), ValueError, "'base-2' and 'ring' fit"),
     "no topology": (both(topology=3), TypeError, "3"),
-    "unknown name": (both(topology="rings"), ValueError, "did you mean 'ring'"),
     "another width": (model_of(width=5), ValueError, r"'first.weight' \(6, 6\).*\(5, 6\)"),
     "a layer more": (model_of(extra=True), ValueError, "'between.weight'"),
     "a layer less": (
@@ -261,32 +251,21 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "a buffer more at the end": (model_of(buffer=True), ValueError, "none.*buffer 'b'"),
     "another dtype": (model_of(dtype=torch.float64), ValueError, "'last.weight'.*float32.*float64"),
     "another name": (model_of(name="final"), ValueError, "'last.weight'.*'final.weight'"),
-    "frozen on one": (model_of(frozen=True), ValueError, "trained.*frozen"),
     "other strides": (model_of(strides=True), ValueError, "strides"),
-    "bucket size negative": (both(bucket_size_in_mb=-1.5), ValueError, "-1.5"),
     "bucket size text": (both(bucket_size_in_mb="25"), TypeError, "'25'"),
     "bucket size nan": (both(bucket_size_in_mb=float("nan")), ValueError, "nan"),
     "bucket size on one": (one(bucket_size_in_mb=1), ValueError, "bucket_size_in_mb is 25.0 on worker 0 and 1.0 on worker 1"),
     "clip norm": (both(grad_clip_norm=-1.0), ValueError, "grad_clip_norm.*-1.0"),
-    "clip on one": (one(grad_clip_norm=1.0), ValueError, "grad_clip_norm"),
-    "overlap on one": (one(overlap=False), ValueError, "overlap"),
-    "nothing trains": (both(model=nn.Linear(2, 2).requires_grad_(False)), ValueError, "no trainable parameters"),
     "nothing trains on one": (one(model=nn.Linear(2, 2).requires_grad_(False)), ValueError, "worker 1.*no trainable"),
     "no module": (both(model=3), TypeError, "torch.nn.Module"),
-    "lazy": (both(model=nn.LazyLinear(3)), ValueError, "no values yet"),
-    "complex": (both(model=nn.Linear(2, 2, dtype=torch.complex64)), ValueError, "complex64"),
     "optim_fn": (both(optim_fn=None), TypeError, "optim_fn"),
     "an optimizer": (
         lambda rank: {"optim_fn": torch.optim.SGD([torch.zeros(1)], lr=0.1)},
         TypeError,
         r"is one, SGD: .*partial\(torch.optim.SGD",
     ),
-    "sparse buffer": (both(model=SparseBuffer()), ValueError, "'b' is a sparse tensor"),
     "wrapped by DDP": (lambda rank: {"model": nn.parallel.DistributedDataParallel(nn.Linear(2, 2))}, TypeError, r"\.module"),
     "scheduler_fn": (both(lr_scheduler_fn=3), TypeError, "lr_scheduler_fn"),
-    "scaler": (both(scaler=True), TypeError, "GradScaler"),
-    "local size": (both(_local_world_size=0), ValueError, "_local_world_size.*0"),
-    "local size text": (both(_local_world_size="x"), ValueError, "'x'"),
     "alternating": (both(topology="alternating-exp-ring", _local_world_size=2), ValueError, "'base-2' and 'ring' fit"),
     "wire": (both(wire="int8"), TypeError, "wire is now called compression"),
     "device_ids": (both(device_ids=[0]), TypeError, "device_ids.*PyTorch DDP.*leave it out"),
@@ -407,8 +386,8 @@ def test_another_order_of_first_use_is_no_error():
 # -- uneven inputs -----------------------------------------------------------------------------------------------------
 
 
-def uneven(rank: int, n: int, cases: list[tuple[list[int], str, bool]]) -> Any:
-    return [uneven_epochs(rank, *case) for case in cases]
+def uneven(rank: int, n: int) -> Any:
+    return [uneven_epochs(rank, *case) for case in JOINS]
 
 
 def uneven_epochs(rank: int, batches: list[int], topology: str, overlap: bool) -> Any:
@@ -418,16 +397,13 @@ def uneven_epochs(rank: int, batches: list[int], topology: str, overlap: bool) -
         with model.join():
             for t in range(batches[rank]):
                 loss(model, t, rank).backward()
-        distance = model.consensus_distance()
-        with model.averaged():
-            found.append((values(model), distance, model.stats().updates, model.stats().rounds))
+        found.append((model.consensus_distance(), model.stats().updates, model.stats().rounds))
     model.close()
     return found
 
 
-JOINS = list(product([[3, 5, 0], [0, 0, 2], [0, 0, 0], [40, 3, 3]], ["complete", "ring"], [True, False]))
 # Each value occurs, and complete without overlap, where replicas end equal.
-SOME_JOINS = [
+JOINS = [
     ([3, 5, 0], "complete", False),
     ([0, 0, 2], "ring", True),
     ([0, 0, 0], "complete", True),
@@ -435,15 +411,13 @@ SOME_JOINS = [
 ]
 
 
-@pytest.mark.parametrize("cases", [SOME_JOINS, pytest.param(JOINS, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_join(workers, cases):
-    for rank, results in enumerate(workers(3, uneven, cases)):
-        for (batches, topology, overlap), found in zip(cases, results, strict=True):
-            for epoch, (_, _, updates, rounds) in enumerate(found, start=1):
-                assert updates == epoch * batches[rank], (batches, topology, overlap)
-                assert rounds == epoch * max(batches), (batches, topology, overlap)
+def test_join(workers):
+    for rank, results in enumerate(workers(3, uneven)):
+        for (batches, topology, overlap), found in zip(JOINS, results, strict=True):
+            for epoch, (_, updates, rounds) in enumerate(found, start=1):
+                assert (updates, rounds) == (epoch * batches[rank], epoch * max(batches)), (batches, topology, overlap)
             if topology == "complete" and not overlap:
-                assert found[-1][1] < 1e-5, (batches, topology, overlap)
+                assert found[-1][0] < 1e-5, (batches, topology, overlap)
 
 
 def join_with_windows(transport: Any) -> Any:
@@ -479,8 +453,8 @@ def test_other_numbers_of_updates_are_named_on_all(workers):
     assert first == second
 
 
-def missing_peer(rank: int, n: int, topology: str) -> Any:
-    model = DecentralizedDataParallel(net(), SGD, topology=topology)
+def missing_peer(rank: int, n: int) -> Any:
+    model = DecentralizedDataParallel(net(), SGD, topology="complete")
     for t in range(3):
         loss(model, t, rank).backward()
     if rank == 1:
@@ -495,13 +469,10 @@ def missing_peer(rank: int, n: int, topology: str) -> Any:
             say("the others have failed")
 
 
-@pytest.mark.parametrize(
-    ("topology", "n", "named"), [pytest.param("ring", 2, "worker 1", marks=pytest.mark.slow), ("complete", 3, "worker 1")]
-)
-def test_a_missing_peer_is_named_within_the_timeout(workers, topology, n, named):
-    outcome = workers.outcomes(n, missing_peer, topology)[0]
+def test_a_missing_peer_is_named_within_the_timeout(workers):
+    outcome = workers.outcomes(3, missing_peer)[0]
     assert outcome.error == PeerTimeoutError.__name__
-    assert named in outcome.message
+    assert "worker 1" in outcome.message
     assert "model.join()" in outcome.message
     assert outcome.seconds < 45  # not the group's 60 s
 
@@ -572,15 +543,7 @@ def failing(rank: int, n: int, how: str, topology: str) -> Any:
     model.close()
 
 
-@pytest.mark.parametrize(
-    ("how", "topology"),
-    [
-        ("kill", "complete"),
-        pytest.param("raise", "ring", marks=pytest.mark.slow),
-        pytest.param("raise", "complete", marks=pytest.mark.slow),
-        pytest.param("kill", "ring", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("how", "topology"), [("kill", "complete"), pytest.param("raise", "ring", marks=pytest.mark.slow)])
 def test_a_worker_that_fails_is_named(workers, how, topology):
     outcomes = workers.outcomes(4, failing, how, topology)
     assert outcomes[2].error == ("ValueError" if how == "raise" else "Gone")
@@ -616,7 +579,7 @@ def test_an_error_between_updates_is_quoted(workers):
     assert "Worker 1 reported: KeyError in round 5: 'shard 17 is missing'" in first.message
 
 
-def save_what_is_left(rank: int, n: int, windows: bool) -> Any:
+def save_what_is_left(rank: int, n: int) -> Any:
     """A script whose peer is gone: it saves, closes, and passes on the first error."""
     model = DecentralizedDataParallel(net(), SGD, topology="ring", bucket_size_in_mb=1e-6)
     for t in range(3):
@@ -626,12 +589,10 @@ def save_what_is_left(rank: int, n: int, windows: bool) -> Any:
 
     def go_on() -> None:
         for t in range(5):
-            if windows:
-                model.set_accumulate_grad(True)
+            model.set_accumulate_grad(True)
             loss(model, t, rank).backward()
-            if windows:
-                model.set_accumulate_grad(False)
-                model.state_dict()  # makes the pending update, which fails
+            model.set_accumulate_grad(False)
+            model.state_dict()  # makes the pending update, which fails
 
     with pytest.raises(PeerLostError, match="worker 1"):
         go_on()
@@ -645,9 +606,8 @@ def save_what_is_left(rank: int, n: int, windows: bool) -> Any:
     return len(state), len(optimizer["state"])
 
 
-@pytest.mark.parametrize("windows", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_after_a_failure_the_replica_can_be_saved(workers, windows):
-    outcomes = workers.outcomes(2, save_what_is_left, windows)
+def test_after_a_failure_the_replica_can_be_saved(workers):
+    outcomes = workers.outcomes(2, save_what_is_left)
     assert outcomes[0].value == (6, 6), outcomes[0]
 
 
@@ -771,13 +731,7 @@ def last_exchange(rank: int, n: int, closes: list[bool]) -> Any:
     return values(found[0].module)
 
 
-@pytest.mark.parametrize(
-    "closes",
-    [
-        [False, True, True],
-        *(pytest.param(closes, marks=pytest.mark.slow) for closes in ([True] * 3, [False] * 3, [False, False, True])),
-    ],
-)
+@pytest.mark.parametrize("closes", [[False, True, True], pytest.param([False] * 3, marks=pytest.mark.slow)])
 def test_a_worker_that_finishes_first_breaks_no_other(workers, closes):
     assert all(workers(3, last_exchange, closes))
 
@@ -834,13 +788,14 @@ FACTORIES: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-def bad_factories(transport: Any, only_on: int | None) -> Any:
+def bad_factories(transport: Any) -> Any:
+    """They are bad on worker 1 only."""
     rank, found = transport.rank, {}
     for name, (arguments, _, _) in FACTORIES.items():
         good = {"optim_fn": SGD}
-        chosen = {**good, **arguments} if only_on in (None, rank) else {**good, "lr_scheduler_fn": None}
-        if "lr_scheduler_fn" in arguments and only_on not in (None, rank):
-            chosen["lr_scheduler_fn"] = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+        if "lr_scheduler_fn" in arguments:
+            good["lr_scheduler_fn"] = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+        chosen = {**good, **arguments} if rank == 1 else good
         model = DecentralizedDataParallel(net(), topology="ring", transport=transport, **chosen)
         before = values(model)
         try:
@@ -854,15 +809,14 @@ def bad_factories(transport: Any, only_on: int | None) -> Any:
     return found
 
 
-@pytest.mark.parametrize("only_on", [pytest.param(None, marks=pytest.mark.slow), 1])
-def test_bad_factories_are_refused_on_all_workers(only_on):
-    results = run_replicas(2, partial(bad_factories, only_on=only_on))
+def test_bad_factories_are_refused_on_all_workers():
+    results = run_replicas(2, bad_factories)
     for name, (_, kind, pattern) in FACTORIES.items():
         found = results[0][name]
         assert found == results[1][name]
         assert issubclass(found[0], kind), (name, found)
         assert re.search(pattern, found[1]), (name, found)
-        assert found[1].startswith("worker 1: ") == (only_on == 1)
+        assert found[1].startswith("worker 1: ")
 
 
 def test_no_process_group():
