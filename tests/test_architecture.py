@@ -444,26 +444,6 @@ def test_no_code_prints_or_configures_logging():
                 assert not called.endswith(".addHandler"), f"{path.name}:{node.lineno}"
 
 
-def test_the_tree_of_errors_is_true():
-    text = decent_dp.errors.__doc__ or ""
-    drawn: dict[str, str] = {}
-    above: list[str] = []
-    for line in text.splitlines():
-        match = re.match(r"    ([│├└─ ]*)(\w+)(?:  |$)", line)
-        if match:
-            depth = len(match[1]) // 4
-            above = [*above[:depth], match[2]]
-            if depth:
-                drawn[match[2]] = above[depth - 1]
-    true = {name: getattr(decent_dp.errors, name).__bases__[0].__name__ for name in decent_dp.errors.__all__}
-    assert {name: parent for name, parent in drawn.items() if name in true} == true
-    assert drawn.keys() - true.keys() == {"ValueError", "RuntimeError"}
-    defined = {
-        name for name, kind in vars(decent_dp.errors).items() if isinstance(kind, type) and issubclass(kind, BaseException)
-    }
-    assert defined == set(true)
-
-
 # -- the public contract ---------------------------------------------------------------------------------------------------
 
 
@@ -472,12 +452,6 @@ def shape(callable_: Any) -> str:
     signature = inspect.signature(callable_)
     parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values() if p.name != "self"]
     return str(inspect.Signature(parameters))
-
-
-def old_shape(callable_: Any) -> str:
-    """The arguments without new ones, which stand after a star. A default of 0 and one of 0.0 are the same default."""
-    text = shape(callable_)
-    return text.partition(", *, ")[0].removesuffix(")").replace("=0.0,", "=0,") + ")"
 
 
 PUBLIC = {
@@ -524,127 +498,68 @@ def test_names_at_the_root_are_those_of_their_modules():
     }
 
 
-def test_the_wrappers_arguments():
-    # New arguments come after the star, so that old positional calls still work.
-    documented = (
-        "model, optim_fn=None, lr_scheduler_fn=None, topology='complete', scaler=None, grad_clip_norm=0.0, "
-        "param_as_bucket_view=True, sync_buffer_in_global_avg=False, bucket_size_in_mb=25, _local_world_size=None, *"
-    )
-    positional, _, rest = shape(decent_dp.DecentralizedDataParallel.__init__).partition(", *")
-    assert positional + ", *" == "(" + documented
-    keywords = rest.removeprefix(", ").removesuffix(", **unknown)").split(", ")
-    assert keywords == [
-        *("overlap=True", "compression=None", "mix_every=1", "rule=None", "faults=None", "encrypt=None", "process_group=None"),
-        "transport=None",
-    ]
-
-
-METHODS = {
-    "forward": "(*args, **kwargs)",
-    "train": "(mode=True)",
-    "eval": "()",
-    "parameters": "(recurse=True)",
-    "named_parameters": "(prefix='', recurse=True, remove_duplicate=True)",
-    "buffers": "(recurse=True)",
-    "named_buffers": "(prefix='', recurse=True, remove_duplicate=True)",
-    "set_accumulate_grad": "(enable=True)",
-    "no_sync": "()",
-    "update": "()",
-    "zero_grad": "(set_to_none=True)",
-    "global_avg": "(will_revert=True, return_d2c=False)",
-    "revert_global_avg": "()",
-    "averaged": "()",
-    "consensus_distance": "()",
-    "gather": "(value)",
-    "get_lr": "()",
-    "set_adaptive_factor": "(factor)",
-    "optim_state_dict": "()",
-    "load_optim_state_dict": "(state_dict)",
-    "load_state_dict": "(state_dict, strict=True, assign=False)",
-    "join": "()",
-    "close": "()",
+_LISTS = "params, grads, exp_avgs, exp_avg_sqs, accum_grads, state_steps"
+FUNCTIONAL = f"({_LISTS}, beta1, beta2, lr, weight_decay, eps, accum_iter)"
+ADAM = "(params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0, accum_iter=4, *"
+# By name; where the text ends with a star, more arguments may follow it: old positional calls still work.
+SIGNATURES = {
+    "DecentralizedDataParallel": """(model, optim_fn=None, lr_scheduler_fn=None, topology='complete', scaler=None,
+        grad_clip_norm=0.0, param_as_bucket_view=True, sync_buffer_in_global_avg=False, bucket_size_in_mb=25,
+        _local_world_size=None, *, overlap=True, compression=None, mix_every=1, rule=None, faults=None, encrypt=None,
+        process_group=None, transport=None, **unknown)""",
+    "DecentralizedDataParallel.*": """forward(*args, **kwargs) train(mode=True) eval() parameters(recurse=True)
+        named_parameters(prefix='', recurse=True, remove_duplicate=True) buffers(recurse=True)
+        named_buffers(prefix='', recurse=True, remove_duplicate=True) set_accumulate_grad(enable=True) no_sync() update()
+        zero_grad(set_to_none=True) global_avg(will_revert=True, return_d2c=False) revert_global_avg() averaged()
+        consensus_distance() gather(value) get_lr() set_adaptive_factor(factor) optim_state_dict()
+        load_optim_state_dict(state_dict) load_state_dict(state_dict, strict=True, assign=False) join() close()""",
+    "gossip": """(model, optimizer, *, topology='base-2', compression=None, mix_every=1, rule=None, overlap=True, scaler=None,
+        faults=None, encrypt=None, bucket_size_in_mb=25, local_world_size=None, process_group=None, transport=None,
+        replica=None, weight=None)""",
+    "Gossip.*": """averaged(buffers=True) average_() consensus_distance() gather(value) stats() join() state_dict()
+        load_state_dict(state_dict) flush() close()""",
+    "optim.AccumAdamW": ADAM,
+    "optim.AccumAdam": ADAM,
+    "optim.optim_fn_adam": f"(params, lr=0.001, beta1=0.9, beta2=0.999, weight_decay={1 / 32768}, eps=1e-08)",
+    "optim.optim_fn_adamw": "(params, lr=0.001, beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-08)",
+    "optim.optim_fn_accum_adam": f"""(params, lr=0.001, beta1=0.9, beta2=0.999, eps=1e-08, weight_decay={1 / 32768},
+        accum_iter=4, *""",
+    "optim.optim_fn_accum_adamw": """(params, lr=0.001, beta1=0.9, beta2=0.999, eps=1e-08, weight_decay=0.1, accum_iter=4, *""",
+    "optim.lr_scheduler_fn_cosine_with_warmup": "(optimizer, t_max, t_warmup, cosine_eta_min=1e-06, warmup_decay=0.01)",
+    "optim.accum_adamw_foreach": FUNCTIONAL,
+    "optim.accum_adam_foreach": FUNCTIONAL,
+    "topo.Edge": "(ranks, weight, group=None)",
+    "topo.Topology.__init__": "(local_world_size=1, *",
+    "topo.Topology.*": """round(t) get_edge(step) _get_topo_edges() every(h)
+        from_graph(graph, *, local_world_size=1, world_size=None, rank=None, allow_disconnected=False)""",
+    "topo.TopologyReg.register": "(name)",
+    "utils.initialize_dist": "()",
 }
 
 
-def test_the_wrappers_methods():
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name: str):
+    wanted = " ".join(SIGNATURES[name].split())
+    path = name.removesuffix(".*").split(".")
+    found = functools.reduce(getattr, path, decent_dp)
+    if name.endswith("*"):
+        methods = re.findall(r"(\w+)(\([^)]*\))", wanted)
+        assert {method: shape(getattr(found, method)) for method, _ in methods} == dict(methods)
+    else:
+        assert shape(found).startswith(wanted.removesuffix("*")) if wanted.endswith("*") else shape(found) == wanted
+
+
+def test_public_attributes():
     wrapper = decent_dp.DecentralizedDataParallel
-    assert {name: shape(getattr(wrapper, name)) for name in METHODS} == METHODS
     assert isinstance(inspect.getattr_static(wrapper, "optimizers"), property)
     assert isinstance(inspect.getattr_static(wrapper, "lr_schedulers"), property)
     assert "FLOAT_DTYPES" in vars(wrapper)
-
-
-GOSSIP = (
-    "(model, optimizer, *, topology='base-2', compression=None, mix_every=1, rule=None, overlap=True, scaler=None, "
-    "faults=None, encrypt=None, bucket_size_in_mb=25, local_world_size=None, process_group=None, transport=None, "
-    "replica=None, weight=None)"
-)
-GOSSIPS_METHODS = {
-    "averaged": "(buffers=True)",
-    "average_": "()",
-    "consensus_distance": "()",
-    "gather": "(value)",
-    "stats": "()",
-    "join": "()",
-    "state_dict": "()",
-    "load_state_dict": "(state_dict)",
-    "flush": "()",
-    "close": "()",
-}
-
-
-def test_gossip():
-    assert shape(decent_dp.gossip) == GOSSIP
-    assert {name: shape(getattr(decent_dp.Gossip, name)) for name in GOSSIPS_METHODS} == GOSSIPS_METHODS
-
-
-FUNCTIONAL = "(params, grads, exp_avgs, exp_avg_sqs, accum_grads, state_steps, beta1, beta2, lr, weight_decay, eps, accum_iter)"
-OPTIM = {
-    "AccumAdamW": "(params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0, accum_iter=4)",
-    "AccumAdam": "(params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0, accum_iter=4)",
-    "optim_fn_adam": f"(params, lr=0.001, beta1=0.9, beta2=0.999, weight_decay={1 / 32768}, eps=1e-08)",
-    "optim_fn_adamw": "(params, lr=0.001, beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-08)",
-    "optim_fn_accum_adam": f"(params, lr=0.001, beta1=0.9, beta2=0.999, eps=1e-08, weight_decay={1 / 32768}, accum_iter=4)",
-    "optim_fn_accum_adamw": "(params, lr=0.001, beta1=0.9, beta2=0.999, eps=1e-08, weight_decay=0.1, accum_iter=4)",
-    "lr_scheduler_fn_cosine_with_warmup": "(optimizer, t_max, t_warmup, cosine_eta_min=1e-06, warmup_decay=0.01)",
-    "accum_adamw_foreach": FUNCTIONAL,
-    "accum_adam_foreach": FUNCTIONAL,
-}
-
-
-def test_optim_signatures():
-    assert {name: old_shape(getattr(decent_dp.optim, name)) for name in OPTIM} == {
-        name: text.replace("=0.0,", "=0,") for name, text in OPTIM.items()
+    assert isinstance(decent_dp.topo.TopologyReg.registry, dict)
+    assert issubclass(decent_dp.topo.TopologyReg.registry["base-2"], decent_dp.topo.BaseTwoTopology)
+    defined = {
+        name for name, kind in vars(decent_dp.errors).items() if isinstance(kind, type) and issubclass(kind, BaseException)
     }
-
-
-def test_topo_and_utils_signatures():
-    topo = decent_dp.topo
-    assert shape(topo.Edge.__init__) == "(ranks, weight, group=None)"
-    assert shape(topo.Topology.__init__).startswith("(local_world_size")
-    assert {"world_size", "rank"} <= inspect.signature(topo.Topology.__init__).parameters.keys()
-    assert shape(topo.Topology.round) == "(t)"
-    assert shape(topo.Topology.get_edge) == "(step)"
-    assert shape(topo.Topology._get_topo_edges) == "()"
-    assert shape(topo.TopologyReg.register) == "(name)"
-    assert isinstance(topo.TopologyReg.registry, dict)
-    built_in = {
-        "complete": topo.CompleteTopology,
-        "ring": topo.RingTopology,
-        "one-peer-exp": topo.OnePeerExpTopology,
-        "alternating-exp-ring": topo.AlternatingExpRingTopology,
-        "base-2": topo.BaseTwoTopology,
-        "random-matching": topo.RandomMatchingTopology,
-        "hierarchical": topo.HierarchicalTopology,
-    }
-    assert {name: topo.TopologyReg.registry[name] for name in built_in} == built_in
-    assert shape(topo.Topology.every) == "(h)"
-    assert shape(topo.Topology.from_graph) == (
-        "(graph, *, local_world_size=1, world_size=None, rank=None, allow_disconnected=False)"
-    )
-    assert shape(decent_dp.utils.initialize_dist) == "()"
-    edge = topo.Edge([1, 0], 0.5)
-    assert (edge.ranks, edge.weight, edge.group) == ([1, 0], 0.5, None)
+    assert defined == set(decent_dp.errors.__all__)
 
 
 def test_windows_is_refused_in_words(monkeypatch):

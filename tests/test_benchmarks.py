@@ -19,7 +19,7 @@ import pytest
 
 from benchmarks import coding, lab, net, overhead, report
 from benchmarks.lab import Lab, LabError, namespaces
-from benchmarks.limits import busiest_link, step_limit
+from benchmarks.limits import busiest_link
 from benchmarks.setups import PARAMETERS, Contender, Setup, choose_contenders
 from decent_dp.compression.lattice import load_numba
 
@@ -27,11 +27,6 @@ ROOT = Path(__file__).resolve().parents[1]
 ALONE, DDP = Contender("alone"), Contender("ddp")
 
 # -- the limit ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_model_has_the_documented_size() -> None:
-    # A block: 2 * 256 of the norm, 256 * 1024 + 1024 and 1024 * 256 + 256 of the layers.
-    assert PARAMETERS == 8 * 526_080 == 4_208_640
 
 
 def test_crossing_bytes_of_a_round() -> None:
@@ -71,11 +66,6 @@ def test_limits_by_hand(setup: str, contender: str, ms: float) -> None:
     assert net.find_limits(plan, None) == {}
 
 
-def test_the_mean_is_over_rounds_and_not_over_bytes() -> None:
-    # 1 MB over 8 Mbit/s is a second: it hides in no compute of 0.6 s, and an idle round takes the compute alone.
-    assert step_limit([[[0, 1]], [[0], [1]]], 1, 1e6, 8.0, 600.0) == pytest.approx(800.0)
-
-
 def test_steps_are_whole_periods() -> None:
     setup = Setup.parse("4x2-100")  # periods 3 and 4
     both = [ALONE, Contender("ours", "one-peer-exp"), Contender("ours", "alternating-exp-ring")]
@@ -87,31 +77,19 @@ def test_steps_are_whole_periods() -> None:
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-def test_names_of_setups() -> None:
+def test_names_of_setups_and_contenders() -> None:
     assert Setup.parse("8x1-60") == Setup(8, 1, 60.0, False)
-    assert Setup.parse("real-8x1-200") == Setup(8, 1, 200.0, True)
     assert Setup.parse("real-2") == Setup(1, 2, None, True)
-    assert Setup.parse("4x2-100").emulated_ms == 600
-    assert Setup.parse("8") == Setup(1, 8, None, False)
-    for wrong in ("8x", "x2-60", "8x1-0", "0x1-60", "real", "8x1-60-", "real-2-100"):
+    for wrong in ("8x", "x2-60", "8x1-0", "real", "8x1-60-", "real-2-100"):
         with pytest.raises(ValueError, match="set-up"):
             Setup.parse(wrong)
-
-
-def test_names_of_contenders() -> None:
     for name in ("alone", "ddp", "decent-dp-0.2.3:ring", "ours:ring", "ours:ring:int8"):
         assert Contender.parse(name).name == name
-    assert Contender.parse("ours:ring:float32") == Contender.parse("ours:ring")
     for wrong in ("", "ours", "alone:ring", "ours:ring:int4", "decent-dp-0.2.3:ring:int8"):
         with pytest.raises(ValueError, match="a contender is"):
             Contender.parse(wrong)
-
-
-def test_patterns_choose_from_the_catalogue() -> None:
     setup = Setup.parse("8x1-60")
     assert [c.name for c in choose_contenders(setup, ["ddp", "ours:*exp:int8", "ddp"])] == ["ddp", "ours:one-peer-exp:int8"]
-    assert {c.wire for c in choose_contenders(setup, ["ours:ring*"])} == {"float32", "bfloat16", "int8"}
-    assert {c.name for c in choose_contenders(setup, ["*:float32"])} >= {"ours:ring", "ours:complete"}
     assert {c.wire for c in choose_contenders(setup, [])} == {"float32", "bfloat16", "int8"}
     with pytest.raises(ValueError, match="no contender fits"):
         choose_contenders(setup, ["theirs:*"])
@@ -188,14 +166,6 @@ def test_lines_are_shown_and_written(lines: list[report.Line], tmp_path: Path) -
     assert len(table) == 2 + len(lines)
     report.write_chart(tmp_path / "made-up.png", "made up", lines)
     assert (tmp_path / "made-up.png").stat().st_size > 5000
-
-
-def test_a_workers_error_is_found_in_its_log() -> None:
-    said = ["Traceback (most recent call last):", '  File "x", line 3', "TypeError: no wire"]
-    log = "".join(f"[rank1]: {line}\n" for line in said) + "terminate called\n"
-    assert net._reason(log) == "TypeError: no wire"
-    assert net._reason("Killed\n") == "Killed"
-    assert net._reason("") == "it wrote nothing"
 
 
 # -- the lab -----------------------------------------------------------------------------------------------------------

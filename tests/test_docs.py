@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import gc
-import inspect
 import io
 import itertools
 import json
@@ -29,7 +28,6 @@ from typing import Any
 import pytest
 from torch._C._profiler import _ExperimentalConfig
 
-from decent_dp.rules import Rule
 from tests.sharded_cases import CPUS_CAN_SHARD
 
 ROOT = Path(__file__).parents[1]
@@ -159,10 +157,6 @@ def test_python_blocks_run_and_print_the_lines_shown(workers, page):
     (printed,) = workers(1, run_page, page_id(page), found)
     for block, (line, output) in zip(found, printed, strict=True):
         compare(f"{page_id(page)}:{line}", block.code, output)
-
-
-def test_the_quick_start_is_short():
-    assert len((ROOT / "docs" / "index.md").read_text(encoding="utf-8").splitlines()) <= 60
 
 
 @pytest.mark.slow
@@ -376,26 +370,17 @@ def test_a_launch_on_a_page_lacks_only_the_readers_script(words, tmp_path, monke
     assert capsys.readouterr().err.startswith("decent-dp: there is no file 'train.py'")
 
 
-def test_the_command_prints_the_plan_on_the_page(monkeypatch, capsys):
-    page = ROOT / "docs" / "simulate.md"
-    command = next(words for words in commands(page) if words[:2] == ["decent-dp", "plan"])
+@pytest.mark.parametrize("page", ["simulate", "network"])
+def test_the_command_prints_the_plan_on_the_page(page, capsys):
+    """On one of them a part of it."""
     from decent_dp.tools.cli import main
 
+    path = ROOT / "docs" / f"{page}.md"
+    command = next(words for words in commands(path) if words[:2] == ["decent-dp", "plan"])
     assert main(command[1:]) == 0
-    printed = [line.rstrip() for line in capsys.readouterr().out.strip().splitlines()]
-    assert "\n".join(printed) in [
-        "\n".join(line.rstrip() for line in block.code.strip().splitlines()) for block in blocks(page, "text")
-    ], "\n".join(printed)
-
-
-def test_the_command_prints_the_call_on_the_page(capsys):
-    page = ROOT / "docs" / "network.md"
-    (command,) = [words for words in commands(page) if words[:2] == ["decent-dp", "plan"]]
-    from decent_dp.tools.cli import main
-
-    assert main(command[1:]) == 0
-    printed = capsys.readouterr().out
-    assert any(block.code.strip() in printed for block in blocks(page, "text")), printed
+    printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+    shown = ["\n".join(line.rstrip() for line in block.code.strip().splitlines()) for block in blocks(path, "text")]
+    assert any(text in printed for text in shown), printed
 
 
 def check_script(words: list[str]) -> None:
@@ -477,47 +462,8 @@ def test_the_page_of_all_arguments_is_that_of_the_docstrings():
     assert reference.PAGE.read_text(encoding="utf-8") == reference.make_page(), "run `python -m benchmarks.reference`"
 
 
-def test_every_method_of_a_rule_is_on_its_page():
-    text = (ROOT / "docs" / "rules.md").read_text(encoding="utf-8")
-    verbs = {name for name, value in vars(Rule).items() if not name.startswith("_") and callable(value)}
-    assert verbs == {"fit", "state", "propose", "apply"}
-    for verb in verbs:
-        arguments = [name for name in inspect.signature(getattr(Rule, verb)).parameters if name != "self"]
-        assert f"| `{verb}({', '.join(arguments)})` |" in text, verb
-    example = next(block.code for block in blocks(ROOT / "docs" / "rules.md", "python") if "class SteadyPull" in block.code)
-    assert len(example.splitlines()) <= 40
-
-
 def text_of(path: str) -> str:
     return (ROOT / path).read_text(encoding="utf-8")
-
-
-def between(page: Path, mark: str) -> str:
-    """The part of a page between two marks."""
-    found = re.search(
-        rf"<!-- {mark}: begin.*?-->\n(.*?)<!-- {mark}: end -->", page.read_text(encoding="utf-8"), flags=re.DOTALL
-    )
-    assert found is not None
-    return found[1].strip()
-
-
-def test_the_figures_are_drawn():
-    from benchmarks import figures
-
-    for draw in (figures.draw_update, figures.draw_mixing):
-        assert draw().axes
-    assert len(figures.draw_trace(json.loads(figures.TRACE.read_text(encoding="utf-8"))).axes) == 3
-    assert {path.name for path in figures.FIGURES.iterdir()} == {"update.svg", "mixing.svg", "trace.svg"}
-
-
-def test_pages_show_the_committed_times_to_the_same_loss():
-    from benchmarks import time_to_loss
-
-    results = json.loads(text_of("docs/results/time-to-loss.json"))
-    assert between(ROOT / "README.md", "time-to-loss") == time_to_loss.headline(results).strip()
-    page = ROOT / "docs" / "lab" / "time-to-loss.md"
-    for mark, made in time_to_loss.tables(results).items():
-        assert between(page, mark) == made.strip(), "run `python -m benchmarks.time_to_loss report`"
 
 
 def test_the_readme_says_what_is_predicted_for_nodes_of_several_workers():
@@ -531,36 +477,6 @@ def test_the_readme_says_what_is_predicted_for_nodes_of_several_workers():
     ms = {row["name"]: f"{row['step_ms']:,.0f}" for row in plan["predictions"]}
     assert "base-2" in json.dumps(plan["same_rounds"])
     assert predicted == f"{ms['ddp']} ms per step with DDP, and {ms['one-peer-exp, node']} with "
-
-
-@pytest.mark.parametrize("name", ["8x1-60", "8x1-200", "4x2-100", "real-2", "real-8x1-200"])
-def test_the_page_of_slow_links_shows_the_committed_results(name):
-    from benchmarks.report import make_markdown
-
-    table = text_of(f"benchmarks/results/{name}.md")
-    assert table == make_markdown(json.loads(text_of(f"benchmarks/results/{name}.json"))["lines"])
-    assert table in text_of("docs/lab/slow-links.md")
-
-
-def test_the_page_of_fast_links_shows_the_committed_results():
-    from benchmarks import fast
-
-    result = json.loads(text_of("benchmarks/results/fast.json"))
-    assert text_of("benchmarks/results/fast.md") == fast.make_markdown(result)
-    page = ROOT / "docs" / "lab" / "fast.md"
-    assert between(page, "passes") == fast.make_passes(result["passes"]).strip()
-    assert between(page, "fast") == fast.make_table(result["setups"][0]["lines"]).strip()
-
-
-def test_the_pages_of_the_demo_and_the_compressions_show_the_committed_results():
-    from examples import compare, wires
-
-    lines = json.loads(text_of("docs/results/digits.json"))["table"]
-    assert text_of("docs/results/digits.md") == compare.make_markdown(compare.HEADINGS, map(compare.cells, lines))
-    assert text_of("docs/results/digits.md") in text_of("docs/lab/demo.md")
-    lines = json.loads(text_of("docs/results/wires.json"))["table"]
-    assert text_of("docs/results/wires.md") == wires.make_markdown(wires.headings(lines), map(wires.cells, lines))
-    assert text_of("docs/results/wires.md") in text_of("docs/lab/slow-links.md")
 
 
 def test_the_site_has_every_page():
@@ -607,17 +523,3 @@ def test_pages_are_few_and_short():
     assert len(USERS) <= 26
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 700
     assert len((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split()) <= 1500
-
-
-@pytest.mark.parametrize("page", USERS, ids=page_id)
-def test_a_page_begins_with_what_to_type(page):
-    before, fence, _ = re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL).partition("\n```")
-    assert fence
-    assert len(before.split()) <= 80
-
-
-@pytest.mark.parametrize("page", [ROOT / "README.md", *USERS], ids=page_id)
-def test_code_fits_a_narrow_screen(page):
-    for block in blocks(page, "python", "python no-run", "bash", "diff"):
-        for line in block.code.splitlines():
-            assert len(line) <= 88 or line.lstrip().startswith("# >"), line

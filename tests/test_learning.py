@@ -1,14 +1,10 @@
-"""``make learning``: its contenders beside independent computations, and its committed results."""
+"""``make learning``: its contenders beside independent computations."""
 
 from __future__ import annotations
 
-import copy
-import json
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -95,47 +91,6 @@ def test_real_workers_learn_as_simulated_ones():
     assert real.loss == pytest.approx(simulated.loss, rel=0.02)
     assert real.distance == pytest.approx(simulated.distance, rel=0.05)
     assert real.bytes == pytest.approx(simulated.bytes, rel=0.1)
-
-
-# -- the committed results -----------------------------------------------------------------------------------------------
-
-
-def committed() -> list[dict[str, Any]]:
-    lines: list[dict[str, Any]] = json.loads((ROOT / "docs" / "results" / "learning.json").read_text())["lines"]
-    return lines
-
-
-def test_the_table_is_that_of_the_results():
-    lines = committed()
-    assert learning.table(lines) == (ROOT / "docs" / "results" / "learning.md").read_text()
-    fresh = copy.deepcopy(lines)
-    for line in fresh:
-        line["loss_ratio"] = line["gap"] = None
-    assert learning.compared(fresh) == lines
-    for line in lines:
-        assert len(line["losses"]) == (1 if line["task"] == "characters" else 3)
-        assert line["loss"] == pytest.approx(sum(line["losses"]) / len(line["losses"]))
-    tasks = list(dict.fromkeys(line["task"] for line in lines))
-    settings = {(at.task, at.n, at.alpha, at.real, kind) for at, kinds in learning.settings(tasks) for kind in kinds}
-    at_higher_rates = {(task, learning.SIMULATED, 0.0, False, learning.INT8) for task in tasks}
-    found = {tuple(line[key] for key in ("task", "n", "alpha", "real", "contender")) for line in lines}
-    assert settings <= found <= settings | at_higher_rates
-
-
-def test_the_page_shows_the_results():
-    text = (ROOT / "docs" / "lab" / "learning.md").read_text()
-    shown = re.search(r"<!-- learning-summary: .*?-->\n\n(.*?)\n<!-- learning-summary: end -->", text, flags=re.DOTALL)
-    assert shown is not None
-    summary = learning.summary(committed())
-    assert summary.strip() == shown[1].strip(), "put docs/results/learning-summary.md between the marks"
-    assert summary == (ROOT / "docs" / "results" / "learning-summary.md").read_text()
-
-
-def test_the_contenders_have_the_bytes_that_the_page_says():
-    for line in committed():
-        sent = {"GossipAdamW": 1.0, "AdamW": 1.0, learning.TRACKED: 2.0, learning.INT8: 0.55, learning.LOW_RANK: 0.55}
-        if line["contender"] in sent:
-            assert line["bytes"] <= 1.01 * sent[line["contender"]], line["contender"]
 
 
 def test_the_verdict_names_what_was_missed():

@@ -1,16 +1,11 @@
-"""The protocol of members with many seats: a short form of ``make bench-membership``, and the committed results."""
+"""The protocol of members with many seats: a short form of ``make bench-membership``."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import pytest
 
 from benchmarks import many_seats, membership
 from decent_dp.membership import Epoch
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("notice", [many_seats.REFUSED, many_seats.DEAD_AFTER])
@@ -46,12 +41,3 @@ def test_workers_under_churn_come_to_one_line_and_all_is_counted(monkeypatch, no
 def test_a_projection_follows_a_power():
     rows = [{"seats": n, **dict.fromkeys(membership._GROWING, n**1.5)} for n in (10, 100, 400)]
     assert membership.project(rows, 1600)["operations_per_epoch"] == pytest.approx(1600**1.5)
-
-
-def test_the_page_shows_the_committed_table():
-    result = json.loads(membership.RESULT.read_text())
-    text = membership.RESULT.with_suffix(".md").read_text()
-    assert membership.table(result) == text
-    assert text in (ROOT / "docs" / "lab" / "membership.md").read_text()
-    for row in result["killed"] + result["unreachable"]:
-        assert row["not_reached"] == 0 or row["notice"] == many_seats.DEAD_AFTER

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,13 @@ from benchmarks.time_to_loss import (
     CONTENDERS,
     DILATION,
     MAIN,
-    OTHERS,
-    RATES,
-    RESULTS,
     Kept,
-    chosen,
     compose,
     key_of,
     planned,
     steps_to,
     timed_run,
 )
-from decent_dp.tools.planner import Choice, Job, more_steps
 
 
 def test_steps_are_interpolated_in_their_logarithm():
@@ -122,30 +116,3 @@ def test_results_are_made_of_the_best_runs_and_their_times(kept: Kept):
     assert ratios["powersgd/4"] == pytest.approx((498 * 0.1 + 2) / 500)
     assert ratios["post-local/8"] == pytest.approx((0.9 * 650 * 0.1 + 0.1 * 650) / 500)
     assert set(made["setups"][0]["rates"]["60"]["to_ddp"]) == set()
-
-
-@pytest.mark.slow
-def test_the_committed_choices_are_those_of_the_planner():
-    setups = json.loads((RESULTS / "time-to-loss.json").read_text(encoding="utf-8"))["setups"]
-    for setup, found in zip((MAIN, *OTHERS), setups, strict=True):
-        for rate in RATES if setup is MAIN else OTHERS[setup]:
-            committed, now = found["rates"][str(rate)], chosen(setup, rate)
-            assert committed["planned"] == planned(setup, rate)
-            assert committed["predicted"] == {"steps": pytest.approx(now.steps), "to_ddp": pytest.approx(now.to_ddp)}
-
-
-def test_the_planner_estimates_the_steps_that_were_measured():
-    rows = json.loads((RESULTS / "time-to-loss.json").read_text(encoding="utf-8"))["contenders"]
-    job = Job.of_step(MAIN.params, 32, width=MAIN.width)
-    seen = 0
-    for name, row in rows.items():
-        if name.startswith("ours/"):
-            _, topology, compression, h = name.split("/")
-            estimate = 500 * more_steps(
-                Choice("decent_dp", topology, None if compression == "none" else compression, mix_every=int(h)), job
-            )
-            # Of those that did not reach the loss the steps are fewer than needed.
-            assert estimate > 0.88 * row["steps"], name
-            assert estimate < 1.12 * row["steps"] or not row["reaches"], name
-            seen += row["reaches"]
-    assert seen >= 6
