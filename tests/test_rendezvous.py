@@ -30,6 +30,7 @@ from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses, pe
 from decent_dp.transport.peer_errors import Notes, UnreachableError, peer_error
 from decent_dp.transport.rendezvous import Rendezvous, RunRecord
 from decent_dp.transport.sockets import Sockets
+from decent_dp.transport.store import StoreClient
 from decent_dp.transport.waiter import Waiter
 from tests.helpers import came, listening, request
 from tests.test_transport import control, exchanges, grouping, swap
@@ -166,9 +167,15 @@ class BrokenStore:
     check = get = set
 
 
+def notes_of(store: Any, rank: int) -> Notes:
+    client = StoreClient(dist.HashStore(), "")
+    client._store = store
+    return Notes(client, "note", rank)
+
+
 def test_notes():
     store = dist.HashStore()
-    mine, other = Notes(store, 0), Notes(store, 1)
+    mine, other = notes_of(store, 0), notes_of(store, 1)
     assert mine.read([0, 1]) == ""
     other.write("ValueError: größer\nthan " + "x" * 5000)
     mine.write("my own")
@@ -177,7 +184,7 @@ def test_notes():
     assert "my own" not in said
     assert len(said) < 2100
     store_that_is_gone: Any = BrokenStore()
-    broken = Notes(store_that_is_gone, 0)
+    broken = notes_of(store_that_is_gone, 0)
     broken.write("lost")
     broken.write("lost again")
     assert "store does not answer" in broken.read([1])
@@ -204,7 +211,7 @@ def test_notes_do_not_wait_for_a_store_that_hangs(monkeypatch):
     monkeypatch.setattr(peer_errors, "_STORE_LIMIT", 1.0)
     stopped: Any = StoppedStore()
     for first in ("read", "write"):
-        notes, asked, began = Notes(stopped, 0), stopped.asked, time.monotonic()
+        notes, asked, began = notes_of(stopped, 0), stopped.asked, time.monotonic()
         if first == "write":
             notes.write("lost")
         for _ in range(3):
@@ -216,7 +223,7 @@ def test_notes_do_not_wait_for_a_store_that_hangs(monkeypatch):
 
 
 def test_error_texts():
-    notes = Notes(dist.HashStore(), 0)
+    notes = notes_of(dist.HashStore(), 0)
     minute = 60.0
     gone = peer_error(RuntimeError("Connection closed by peer [127.0.0.1]:1"), [4], "round 1, bucket 0", notes, minute)
     assert isinstance(gone, PeerLostError)
@@ -277,7 +284,7 @@ def test_a_worker_that_does_not_answer_is_named_with_both_addresses_and_the_ways
     rendezvous.addresses[0] = {"host": "10.1.0.7", "port": 29600}
     with pytest.raises(UnreachableError) as caught:
         addresses.find(rendezvous, 3, 5.0)
-    error = peer_error(caught.value, [3], "round 0, bucket 1", Notes(store, 0), rendezvous.run.timeout)
+    error = peer_error(caught.value, [3], "round 0, bucket 1", notes_of(store, 0), rendezvous.run.timeout)
     assert isinstance(error, PeerLostError)
     assert str(error).startswith(f"worker 3 does not answer at {host} port {port} ([Errno ")
     for said in ("round 0, bucket 1 needs it", "10.1.0.7 port 29600", "DECENT_DP_INTERFACE", "DECENT_DP_PORTS", "WireGuard"):
@@ -291,7 +298,7 @@ def test_an_address_that_never_comes_is_waited_for_as_long_as_the_process_group_
     with pytest.raises(RuntimeError) as caught:
         addresses.find(rendezvous, 3, 0.3)
     assert 0.2 < time.monotonic() - began < 45
-    error = peer_error(caught.value, [3], "round 0, bucket 1", Notes(rendezvous.store, 0), rendezvous.run.timeout)
+    error = peer_error(caught.value, [3], "round 0, bucket 1", notes_of(rendezvous.store, 0), rendezvous.run.timeout)
     assert isinstance(error, PeerTimeoutError)
 
 
@@ -491,5 +498,5 @@ def test_at_the_limit_of_open_files_the_peer_is_not_blamed(monkeypatch):
     monkeypatch.setattr(addresses.socket, "socket", refuse)
     with pytest.raises(OSError, match="Too many open files") as caught:
         addresses.find(rendezvous, 1, 5.0)
-    error = peer_error(caught.value, [1], "round 0, bucket 1", Notes(store, 0), rendezvous.run.timeout)
+    error = peer_error(caught.value, [1], "round 0, bucket 1", notes_of(store, 0), rendezvous.run.timeout)
     assert str(error).startswith("this process cannot open a connection to worker 1, which round 0, bucket 1 needs: Too many")

@@ -121,7 +121,7 @@ class Transport(ABC):
         timeout: seconds after which a wait for another worker fails.
         store: shared by these workers alone, for a few short texts; any thread may use it. ``get`` waits for a missing key: use
             ``read_text``. ``add`` and ``set`` must not share a key. A store that is gone raises RuntimeError; a stopped one
-            hangs (see ``StoreCalls``).
+            hangs (see ``StoreClient``).
         control: collectives of all workers. ``plane``: moves them, and agreements.
         only_cuda: whether the backend of the process group is NCCL alone, which moves nothing that is on a CPU.
         neighbours: the result of ``tolerate``; None before it.

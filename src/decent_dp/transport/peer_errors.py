@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
-from decent_dp.transport.store import StoreCalls, read_text
+from decent_dp.transport.store import StoreClient, read_text
 
 T = TypeVar("T")
 
@@ -67,42 +67,39 @@ class GreetingError(ConnectionError):
 
 
 class Notes:
-    """The cause of a failure of each worker, in the store, quoted in the errors of workers that lose it."""
+    """The cause of a failure of each worker, in the store, quoted in the errors of workers that lose it.
 
-    def __init__(self, store: Store, rank: int) -> None:
-        self._store, self._rank = store, rank
-        self._calls = StoreCalls()
-        self._calls.start()  # an error that ends the interpreter is written when no thread can start any more
+    Args:
+        prefix: of the keys.
+    """
+
+    def __init__(self, client: StoreClient, prefix: str, rank: int) -> None:
+        self._client, self._prefix, self._rank = client, prefix, rank
         self._written = ""
-        # A store that did not answer is not asked again: torch prints a stack at each try.
-        self._failed = self._closed = False
-
-    def close(self) -> None:
-        """Notes are neither written nor read any more."""
-        self._closed = True
-        self._calls.close()
+        # A store that did not answer is not asked again.
+        self._failed = False
 
     def write(self, text: str) -> None:
         """Replaces this worker's note; an empty text removes it. A note that cannot be written is no error."""
         text = text[:2000]
         if text != self._written:
-            self._call(lambda: self._store.set(f"note/{self._rank}", text))
+            self._call(lambda store: store.set(f"{self._prefix}/{self._rank}", text))
             self._written = text
 
     def read(self, ranks: Iterable[int]) -> str:
         """The notes of ``ranks``, as sentences; empty when there are none."""
         others = [rank for rank in ranks if rank != self._rank]
-        texts = self._call(lambda: [read_text(self._store, f"note/{rank}") for rank in others]) or []
+        texts = self._call(lambda store: [read_text(store, f"{self._prefix}/{rank}") for rank in others]) or []
         said = [f" Worker {rank} reported: {text}" for rank, text in zip(others, texts, strict=False) if text]
         if self._failed:
             said.append(" The store does not answer either. Where no launcher keeps it worker 0 does: look there first.")
         return "".join(said)
 
-    def _call(self, call: Callable[[], T]) -> T | None:
-        if not (self._failed or self._closed):
+    def _call(self, call: Callable[[Store], T]) -> T | None:
+        if not self._failed:
             try:
-                return self._calls.run(call, _STORE_LIMIT)
-            except (RuntimeError, ConnectionError):  # gone, or it hangs
+                return self._client.run(call, _STORE_LIMIT)
+            except ConnectionError:  # gone, or it hangs
                 self._failed = True
         return None
 

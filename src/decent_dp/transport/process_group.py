@@ -141,7 +141,9 @@ class ProcessGroupTransport(Transport):
                 sockets.close_all()
             raise
         assert sockets is not None, "else there is an error"
-        self._notes, self._waiter = Notes(shared.store, shared.rank), Waiter("decent_dp-staging")
+        shared.client.start()  # an error that ends the interpreter is written when no thread can start any more
+        self._notes = Notes(shared.client, f"{shared.run_id}/note", shared.rank)
+        self._waiter = Waiter("decent_dp-staging")
         identity = Identity(bytes.fromhex(shared.run_id), shared.rank, secrets.token_bytes(8), shared.incarnation)
         self._wire = Wire(
             Credentials(identity, shared.proof, shared.curve, set(shared.keys), lambda key: shared.knows(key, _LOOK_UP)),
@@ -223,8 +225,7 @@ class ProcessGroupTransport(Transport):
     def close(self) -> None:
         self._waiter.close()
         self._wire.close(says_bye=not self._has_failed)
-        self._notes.close()
-        self._rendezvous.close()
+        self._rendezvous.client.close()
         self._nccl.close()
 
     def carrier(self, *, on_gpus: bool) -> str:

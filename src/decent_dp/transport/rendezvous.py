@@ -199,16 +199,13 @@ class Rendezvous:
 
     def knows(self, key: bytes, seconds: float) -> bool:
         """Whether the store has this public key of a worker. Raises OSError if it does not answer."""
-        found = self._client.run(lambda store: read_text(store, f"{self.run_id}/key/{key.hex()}"), seconds)
+        found = self.client.run(lambda store: read_text(store, f"{self.run_id}/key/{key.hex()}"), seconds)
         return _are_equal(found or "", self._bind(key.hex()))
 
     @functools.cached_property
-    def _client(self) -> StoreClient:
+    def client(self) -> StoreClient:
+        """Of the store. Its keys begin with the name of a run."""
         return StoreClient(self.store, ROOT)
-
-    def close(self) -> None:
-        """The store is not asked any more."""
-        self._client.close()
 
     def address_of(self, rank: int, incarnation: int, seconds: float) -> dict[str, Any]:
         """Of the process of this incarnation; looked up in the store if it is not known.
@@ -223,7 +220,7 @@ class Rendezvous:
         key = address_key(rank, incarnation)
         if incarnation or self.incarnation:
             # The store may be another one than at the start, or stopped.
-            value = self._client.run(lambda store: read_bytes(store, f"{self.run_id}/{key}"), seconds)
+            value = self.client.run(lambda store: read_bytes(store, f"{self.run_id}/{key}"), seconds)
             if not value:  # b"": it has left
                 raise RuntimeError(f"worker {rank} has stored no address")
         else:

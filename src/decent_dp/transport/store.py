@@ -20,7 +20,6 @@ from decent_dp.transport.waiter import Waiter
 __all__ = [
     "ROOT",
     "UNREADABLE",
-    "StoreCalls",
     "StoreClient",
     "add_to",
     "connect_store",
@@ -48,6 +47,7 @@ _LIMIT = 5.0
 _DIGITS = 18
 # Calls that may hang, each with a connection of its own, before no other is made: the server is stopped, perhaps.
 _MOST_HANGING = 3
+_HANGS = "the store does not answer, and does not fail"
 
 
 def read_text(store: Store, key: str) -> str | None:
@@ -118,7 +118,7 @@ def connect_store(host: str, port: int, prefix: str, seconds: float) -> Store:
     Raises:
         OSError: nothing listens there.
         RuntimeError: no store answers within ``seconds``, or twice as many. One whose process is stopped is waited for without
-            end: call this in ``StoreCalls``.
+            end (``StoreClient``).
     """
     # torch would try again until then, and print a stack.
     socket.create_connection((host, port), seconds).close()
@@ -126,53 +126,13 @@ def connect_store(host: str, port: int, prefix: str, seconds: float) -> Store:
     return PrefixStore(prefix, store)
 
 
-class StoreCalls:
-    """Runs calls of a store in a daemon thread, each within a limit. The thread ends with ``close``, or with this object.
-
-    torch's TCPStore ignores its own timeout when the server's process is stopped: with SIGSTOP, its constructor, ``get``,
-    ``check``, ``add`` and ``wait`` return only when that is killed or continued, and until then block all other calls of the
-    same client (torch 2.13).
-    """
-
-    def __init__(self) -> None:
-        self._thread = Waiter("decent_dp-store")
-        self._hanging: futures.Future[Any] | None = None
-        weakref.finalize(self, self._thread.close).atexit = False
-
-    def start(self) -> None:
-        """Starts the thread; else the first call does."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Waits for a call that is being made, but not for one that hangs."""
-        self._thread.close(wait=0.0 if self.hangs else _SECONDS)
-
-    @property
-    def hangs(self) -> bool:
-        """Whether an earlier call has not returned within its limit, nor since then."""
-        return self._hanging is not None and not self._hanging.done()
-
-    def run(self, call: Callable[[], T], limit: float) -> T:
-        """Returns the result of ``call``, or raises its error.
-
-        Raises:
-            ConnectionError: it does not return within ``limit`` seconds, or an earlier call still hangs.
-        """
-        if not self.hangs:
-            try:
-                future = self._thread.submit(call)
-            except RuntimeError as error:  # the worker ends, or the system gives it no thread
-                raise ConnectionError(f"the store cannot be asked: {error}") from error
-            if futures.wait([future], limit).done:
-                return future.result()
-            self._hanging = future
-        raise ConnectionError("the store does not answer, and does not fail")
-
-
 class StoreClient:
     """Calls of a store, each within a limit, from any thread. It connects again to a server that was lost.
 
-    torch's clients stay broken when their server has ended, and complain on the console.
+    torch's clients stay broken when their server has ended, and complain on the console. When its process is stopped
+    (SIGSTOP) they ignore their own timeout: the constructor, ``get``, ``check``, ``add`` and ``wait`` return only when it is
+    killed or continues, and until then block all other calls of the same client (torch 2.13). So a daemon thread makes the
+    calls. It ends with ``close``, or with this object.
 
     Args:
         store: any part of it, or the host and port of its server.
@@ -186,9 +146,16 @@ class StoreClient:
         self._store: Store | None = None
         if not isinstance(store, tuple) and self._server is None:
             self._store = PrefixStore(prefix, whole_store(store))
-        self._calls, self._lock = StoreCalls(), threading.Lock()
-        self._hanging: list[StoreCalls] = []
-        self._closed = False
+        self._lock, self._closed = threading.Lock(), False
+        # The thread in use, its last call, and the calls of former ones that have not returned.
+        self._threads = [Waiter("decent_dp-store")]
+        self._last: futures.Future[Any] | None = None
+        self._hanging: list[futures.Future[Any]] = []
+        weakref.finalize(self, lambda threads: threads[0].close(), self._threads).atexit = False
+
+    def start(self) -> None:
+        """Starts the thread; else the first call does. When the interpreter exits no thread can start any more."""
+        self._threads[0].start()
 
     def run(self, call: Callable[[Store], T], limit: float | None = None) -> T:
         """Returns the result of ``call``, or raises its error.
@@ -199,41 +166,49 @@ class StoreClient:
         Raises:
             ConnectionError: the store does not answer within the limit, or the client was closed.
         """
-
-        def run() -> T:
-            store = None
-            try:
-                store = self._connected()
-                return call(store)
-            except PeerError:
-                raise  # of what the store has answered
-            except (OSError, RuntimeError) as error:
-                if self._store is store and self._server is not None:
-                    self._store = None
-                if isinstance(error, OSError):
-                    raise
-                # torch has kinds of RuntimeError, and adds a stack in C++ after the first line.
-                raise ConnectionError(f"the store does not answer: {str(error).partition(chr(10))[0]}") from error
-
         limit = _LIMIT if limit is None else limit
         if not self._lock.acquire(timeout=limit):
             raise ConnectionError("the store does not answer: other calls wait for it")
         try:
             if self._closed:
                 raise ConnectionError("the worker has ended")
-            self._hanging = [calls for calls in self._hanging if calls.hangs]
-            if self._calls.hangs and self._server is not None and len(self._hanging) < _MOST_HANGING:
+            if self._last is not None and not self._last.done():
+                self._hanging = [future for future in self._hanging if not future.done()]
+                if self._server is None or len(self._hanging) >= _MOST_HANGING:
+                    raise ConnectionError(_HANGS)
                 # A connection that was cut for a minute may wait for another one before it sends again. A new one may not.
-                self._hanging.append(self._calls)
-                self._calls, self._store = StoreCalls(), None
-            return self._calls.run(run, limit)
+                self._hanging.append(self._last)
+                self._threads[0].close()
+                self._threads[0], self._store = Waiter("decent_dp-store"), None
+            try:
+                self._last = future = self._threads[0].submit(lambda: self._call(call))
+            except RuntimeError as error:  # the system gives it no thread
+                raise ConnectionError(f"the store cannot be asked: {error}") from error
+            if not futures.wait([future], limit).done:
+                raise ConnectionError(_HANGS)
+            return future.result()
         finally:
             self._lock.release()
 
+    def _call(self, call: Callable[[Store], T]) -> T:
+        store = None
+        try:
+            store = self._connected()
+            return call(store)
+        except PeerError:
+            raise  # of what the store has answered
+        except (OSError, RuntimeError) as error:
+            if self._store is store and self._server is not None:
+                self._store = None
+            if isinstance(error, OSError):
+                raise
+            # torch has kinds of RuntimeError, and adds a stack in C++ after the first line.
+            raise ConnectionError(f"the store does not answer: {str(error).partition(chr(10))[0]}") from error
+
     def close(self) -> None:
-        """Ends the thread. Nothing is asked any more."""
+        """Waits for a call that is being made, but not for one that hangs, and ends the thread."""
         self._closed = True
-        self._calls.close()
+        self._threads[0].close(wait=_SECONDS if self._lock.locked() else 0.0)
 
     def _connected(self) -> Store:
         if self._store is None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 __all__ = ["Repeats", "Waiter", "start_thread", "telling"]
@@ -104,6 +104,13 @@ class Waiter:
         future: Future[T] = Future()
         self._jobs.put((job, future))
         return future
+
+    def run(self, job: Callable[[], T], limit: float) -> T:
+        """The result of a job. Raises ConnectionError if it is not there within ``limit`` seconds."""
+        future = self.submit(job)
+        if not wait([future], limit).done:
+            raise ConnectionError("the store does not answer, and does not fail")
+        return future.result()
 
     def close(self, wait: float = 0.0) -> None:
         """Ends the thread after the jobs that were submitted, for which it waits up to ``wait`` seconds.

@@ -85,9 +85,9 @@ class _Bounded:
 
     def __init__(self, address: str) -> None:
         from decent_dp.logging.status import StoreEntries
-        from decent_dp.transport.store import StoreCalls
+        from decent_dp.transport.waiter import Waiter
 
-        self._calls = StoreCalls()
+        self._calls = Waiter("decent_dp-store")
         try:
             self._entries = self._calls.run(lambda: StoreEntries(address, _ANSWER), 3 * _ANSWER)
         except (RuntimeError, OSError):
