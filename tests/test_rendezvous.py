@@ -417,7 +417,7 @@ def with_io_threads(rank: int, n: int, text: str) -> int | str:
         transport: Any = ProcessGroupTransport()
     except RuntimeError as error:
         return str(error)
-    found = int(transport._wire._sockets._context.get(zmq.IO_THREADS))
+    found = int(transport._wire.router._sockets._context.get(zmq.IO_THREADS))
     transport.close()
     return found
 
