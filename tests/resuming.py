@@ -382,7 +382,3 @@ JOBS: dict[str, Job] = {
     "sparse momentum": Job({}, model=Embedded, optim_fn=SGD),
     "reentrant": Job(MANY, model=Reentrant),
 }
-
-
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}

@@ -120,30 +120,6 @@ def closures(start: Start, rank: int, **options: Any) -> Ran:
     return found
 
 
-def zero_grads(start: Start, rank: int) -> Ran:
-    """``zero_grad`` anywhere, and set to None or not."""
-    found = []
-    for place in ("before", "between", "after", "model"):
-        for set_to_none in (True, False):
-            model = net()
-            optimizer = SGD(model.parameters())
-            start(model, optimizer)
-            for t in range(4):
-                if place == "before":
-                    optimizer.zero_grad(set_to_none)
-                value = loss(model, t, rank)
-                if place == "between":
-                    optimizer.zero_grad(set_to_none)
-                value.backward()
-                optimizer.step()
-                if place == "after":
-                    optimizer.zero_grad(set_to_none)
-                if place == "model":
-                    model.zero_grad(set_to_none)
-            found.append((model, 4))
-    return found
-
-
 def accumulating(start: Start, rank: int) -> Ran:
     """Windows of three, evaluations in between, forwards without a backward, and a batch that is skipped."""
     model = net()
@@ -165,23 +141,6 @@ def accumulating(start: Start, rank: int) -> Ran:
             optimizer.step()
             optimizer.zero_grad()
     return [(model, 4)]
-
-
-def clipping_and_logging(start: Start, rank: int) -> Ran:
-    model = net()
-    optimizer = SGD(model.parameters())
-    start(model, optimizer)
-    for t in range(STEPS):
-        loss(model, t, rank).backward()
-        norms = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
-        assert len(norms) == 6
-        assert min(norms) > 0
-        total = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        torch.testing.assert_close(float(total), math.sqrt(sum(norm * norm for norm in norms)))
-        optimizer.step()
-        assert all(p.grad is not None for p in model.parameters())
-        optimizer.zero_grad()
-    return [(model, STEPS)]
 
 
 def schedules(start: Start, rank: int) -> Ran:
@@ -247,9 +206,7 @@ def in_the_backward(start: Start, rank: int) -> Ran:
 
 LOOPS: dict[str, Script] = {
     "closures": closures,
-    "zero_grad": zero_grads,
     "accumulation": accumulating,
-    "clipping": clipping_and_logging,
     "schedules": schedules,
     "swa": averages_of_weights,
     "in the backward": in_the_backward,
@@ -493,66 +450,6 @@ def looped(model: nn.Module, start: Start, step: Callable[[int], Tensor], optimi
     return [(model, FEW)]
 
 
-def layers_that_are_dropped(start: Start, rank: int) -> Ran:
-    """Each worker drops layers of its own: their parameters have no gradient in that step."""
-
-    class Deep(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers, self.head = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 3)
-
-        def forward(self, x, kept):
-            for layer, keeps in zip(self.layers, kept, strict=True):
-                x = x + layer(x).tanh() if keeps else x
-            return self.head(x)
-
-    seed_cpu(0)
-    model = Deep()
-    random = torch.Generator().manual_seed(rank)
-
-    def step(t):
-        x, y = batch(t, rank)
-        return (model(x, (torch.rand(4, generator=random) > 0.5).tolist()) - y).square().mean()
-
-    return looped(model, start, step)
-
-
-def sharpness_aware(start: Start, rank: int) -> Ran:
-    """Two backwards per step: the parameters are moved uphill between them, and back before the step."""
-    model = net()
-    optimizer = SGD(model.parameters())
-    start(model, optimizer)
-    for t in range(FEW):
-        loss(model, t, rank).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
-        with torch.no_grad():
-            moves = [0.05 * p.grad / norm for p in model.parameters()]
-            torch._foreach_add_(list(model.parameters()), moves)
-        optimizer.zero_grad()
-        loss(model, t, rank).backward()
-        with torch.no_grad():
-            torch._foreach_sub_(list(model.parameters()), moves)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [(model, FEW)]
-
-
-def gradients_of_meta_learning(start: Start, rank: int) -> Ran:
-    """Through an inner step on copies of the parameters; the outer gradients are written to ``grad`` by hand."""
-    model = net()
-    optimizer = SGD(model.parameters())
-    start(model, optimizer)
-    for t in range(FEW):
-        names, params = zip(*model.named_parameters(), strict=True)
-        inner = torch.autograd.grad(loss(model, t, rank), params, create_graph=True)
-        moved = {name: p - 0.1 * g for name, p, g in zip(names, params, inner, strict=True)}
-        outer = loss(partial(torch.func.functional_call, model, moved), t + 10, rank)
-        for p, g in zip(params, torch.autograd.grad(outer, params), strict=True):
-            p.grad = g
-        optimizer.step()
-    return [(model, FEW)]
-
-
 def networks_that_are_toggled(start: Start, rank: int) -> Ran:
     """A GAN: ``requires_grad`` of each network is off while the other one trains."""
     seed_cpu(0)
@@ -571,19 +468,6 @@ def networks_that_are_toggled(start: Start, rank: int) -> Ran:
             optimizer.step()
         pair.requires_grad_(True)
     return [(pair, FEW)]
-
-
-def strides_of_pointwise_convolutions(start: Start, rank: int) -> Ran:
-    """In channels-last layout, with gradients in another one."""
-    seed_cpu(0)
-    model = nn.Sequential(nn.Conv2d(6, 4, 1), nn.Tanh(), nn.Conv2d(4, 3, 1)).to(memory_format=torch.channels_last)
-
-    def step(t):
-        x, y = batch(t, rank)
-        images = x.view(1, 5, 1, 6).transpose(1, 3)  # a view, not contiguous
-        return (model(images).flatten(2)[0, :, :].mT - y).square().mean()
-
-    return looped(model, start, step)
 
 
 def elsewhere_and_back(start: Start, rank: int) -> Ran:
@@ -611,31 +495,6 @@ def weights_that_are_clamped(start: Start, rank: int) -> Ran:
         for p in model.parameters():
             p.data.clamp_(-0.2, 0.2)
     return [(model, FEW)]
-
-
-def an_optimizer_around_an_optimizer(start: Start, rank: int) -> Ran:
-    """Lookahead, which is no torch optimizer and has no ``state``: every second step goes half-way back."""
-    model = net()
-
-    class Lookahead:
-        def __init__(self, optimizer):
-            self.optimizer, self.steps = optimizer, 0
-            self.slow = [p.detach().clone() for p in model.parameters()]
-
-        def zero_grad(self):
-            self.optimizer.zero_grad()
-
-        @torch.no_grad()
-        def step(self):
-            self.optimizer.step()
-            self.steps += 1
-            if self.steps % 2 == 0:
-                for slow, p in zip(self.slow, model.parameters(), strict=True):
-                    slow.lerp_(p, 0.5)
-                    p.copy_(slow)
-
-    inner = torch.optim.Adam(model.parameters(), lr=0.01)
-    return looped(model, lambda model, _: start(model, inner), lambda t: loss(model, t, rank), Lookahead(inner))
 
 
 def restarts_of_low_rank_factors(start: Start, rank: int) -> Ran:
@@ -668,14 +527,9 @@ def restarts_of_low_rank_factors(start: Start, rank: int) -> Ran:
 
 # By the place where it was told of.
 SITUATIONS: dict[str, Script] = {
-    "huggingface/accelerate#1191, pytorch/vision#7722": layers_that_are_dropped,
-    "facebookresearch/fairscale#989": sharpness_aware,
-    "katerakelly/pytorch-maml#8": gradients_of_meta_learning,
     "Lightning-AI/pytorch-lightning#20866": networks_that_are_toggled,
-    "pytorch/pytorch#47163": strides_of_pointwise_convolutions,
     "pytorch/pytorch#104336": elsewhere_and_back,
     "martinarjovsky/WassersteinGAN#32": weights_that_are_clamped,
-    "lonePatient/lookahead_pytorch#3": an_optimizer_around_an_optimizer,
     "Guitaricet/relora#8": restarts_of_low_rank_factors,
 }
 

@@ -19,7 +19,6 @@ from decent_dp.errors import PeerLostError
 from decent_dp.optim import GossipAdamW
 from decent_dp.replica.assignment import assign_replicas, why_no_node
 from decent_dp.rules import MomentumTracking
-from decent_dp.tools.sim import VirtualCluster
 from decent_dp.transport import is_of_network, run_replicas
 from tests.helpers import assert_same
 from tests.sharded_cases import (
@@ -100,29 +99,6 @@ def test_equal_to_replicas_of_one_worker(workers, n, plan):
     for number, (_, shards, _) in enumerate(assert_equal_to_one_worker(found, plan, CASES)):
         for rank, own in enumerate(found):
             assert_same(own[number]["own"], found[rank - rank % shards][number]["own"])
-
-
-def test_equal_to_the_simulator(workers):
-    found = workers(4, plain_steps)
-    cluster = VirtualCluster(Odd(0), sgd_by_name, "base-2", 2, loss_fn=lambda model, x, y: (model(x) - y).square().mean())
-    for t in range(6):
-        cluster.step(*map(torch.stack, zip(*(inputs(t, replica) for replica in range(2)), strict=True)))
-    for rank, own in enumerate(found):
-        for name, value in cluster.parameters.items():
-            torch.testing.assert_close(own[name], value[rank // 2], rtol=1e-6, atol=1e-6)
-
-
-def sgd_by_name(named: Any) -> torch.optim.Optimizer:
-    return SGD([param for _, param in named])
-
-
-def plain_steps(rank: int, n: int) -> dict[str, Tensor]:
-    run = OfNode(Case(), 2)
-    for t in range(6):
-        step(run, t)
-    own = values(run.model)
-    run.gossip.close()
-    return own
 
 
 def described(hosts: str, on_node: int = 2, of: str = "auto") -> list[Any]:

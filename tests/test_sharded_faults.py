@@ -305,11 +305,12 @@ def make_monitor(transport: Any, neighbours: Any, workers: tuple[tuple[int, ...]
 def test_the_workers_of_a_replica_agree_on_a_round_and_on_an_epoch():
     mates, monitor = make_mates({3: "[12, 4, -6]"})
     # The round in which one of them has to go on, and the last one in which one of them was not finite.
-    assert mates.agree_on(10, -1) == (12, 4)
+    assert (mates.agree_on(10, -1), mates.nonfinite_in) == (12, 4)
     assert monitor.epochs.limit == 6  # the epoch that both know
     mates, monitor = make_mates({3: "[9, -1, -8]"})
-    assert (mates.agree_on(10, 5), monitor.epochs.limit) == ((10, 5), 7)
-    assert mates.agree_on(11, -1, alone=True) == (11, -1)  # at the end of `join`, where it is each worker's own
+    assert (mates.agree_on(10, 5), mates.nonfinite_in, monitor.epochs.limit) == (10, 5, 7)
+    assert mates.agree_on(11, -1, alone=True) == 11  # at the end of `join`, where it is each worker's own
+    assert mates.nonfinite_in == -1
     assert monitor.epochs.limit == math.inf
 
 

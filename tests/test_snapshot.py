@@ -183,17 +183,6 @@ def test_alone_and_with_a_worker_that_sits_a_round_out(compression):
     stopped_everywhere(job, 3, [0, 1, 2] if compression == "int8" else [1], 4)
 
 
-def test_a_chain_of_stops():
-    """Stopped and gone on at once, several times, also when nothing was done in between."""
-    job = Job({"topology": "one-peer-exp", "compression": "int8"}, step=step_in_windows)
-    through = run_replicas(4, lambda at: run_through(job, at, at.rank, TOTAL, (2, 3, 5)))
-    saved: list[Any] = run_replicas(4, lambda at: run_through(job, at, at.rank, 2)[2])
-    for first, last in ((2, 2), (2, 3), (3, 5), (5, 5), (5, TOTAL)):
-        part = run_replicas(4, lambda at, s=range(first, last), kept=saved: go_on(job, at, at.rank, s, kept[at.rank]))
-        saved = [end for _, end in part]
-    assert_equal(saved, [end for *_, end in through])
-
-
 LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"bucket_size_in_mb": 25}, MANY),
     (MANY, {"bucket_size_in_mb": 1e-3}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ from decent_dp.checkpoint.files import Record, Shard, write_shard
 from decent_dp.compression import COMPRESSIONS, Compression, FlatTensor
 from decent_dp.compression.blockwise import _BLOCK_ON_CPU
 from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.errors import PeerTimeoutError
 from decent_dp.replica.host_copies import HostMemory
 from decent_dp.replica.snapshot import put_back, take
 from decent_dp.serialization import encode
@@ -32,34 +32,11 @@ from tests.resuming import (
     go_on,
     run_through,
     step_in_windows,
-    tensors_of,
     trained,
 )
+from tests.workers import hear, say, shorten
 
 # -- moments ---------------------------------------------------------------------------------------------------------------
-
-
-def test_inside_averaged_the_replicas_own_values_are_taken():
-    """As if the context had been left, buffers too."""
-    job = replace(JOBS["zoo"], options={"topology": "one-peer-exp", "sync_buffer_in_global_avg": True})
-
-    def body(at: InProcessTransport) -> None:
-        model = trained(job, 3, at)
-        before = dumb_copy(take(model.replica))
-        with model.averaged():
-            inside = dumb_copy(take(model.replica))
-            mean = tensors_of(model.module)
-            with model.averaged():
-                assert_equal(dumb_copy(take(model.replica)), before)
-        assert_equal(inside, before)
-        assert any(not torch.equal(mean[name], value) for name, value in before["parameters"].items())
-        assert not torch.equal(mean["norm.running_mean"], before["buffers"]["norm.running_mean"])
-        with model.averaged():
-            model.global_avg(will_revert=False)  # for good: there are no own values any more
-            kept = dumb_copy(take(model.replica))
-        assert_equal(kept["parameters"], dumb_copy(take(model.replica))["parameters"])
-
-    run_replicas(2, body)
 
 
 def test_between_averaging_and_reverting_there_is_nothing_to_save():
@@ -172,22 +149,6 @@ def test_after_an_update_that_failed_the_state_is_not_one_to_go_on_from():
         take(model.replica)
     with pytest.raises(RuntimeError, match="an update failed earlier"):
         put_back(model.replica, saved)
-
-
-def test_a_backward_that_raised_is_made_up_for_before_the_save():
-    def body(at: InProcessTransport) -> None:
-        model = trained(PAIRS, 2, at)
-        output = model(batch(2, at.rank)[0])
-        if at.rank:
-            output.register_hook(lambda grad: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                output.square().mean().backward()
-        else:
-            output.square().mean().backward()
-        snapshot = take(model.replica)
-        assert (snapshot["round"], snapshot["steps"]) == (3, 3 - at.rank)
-
-    run_replicas(2, body)
 
 
 def test_in_join_workers_save_what_they_have_and_do_not_load():
@@ -396,56 +357,6 @@ def test_a_stale_graph_is_noticed():
         value.backward()
 
 
-# -- other settings --------------------------------------------------------------------------------------------------------
-
-OTHERWISE: dict[str, dict[str, Any]] = {
-    "topology": {"topology": "ring"},
-    "compression": {"compression": "bfloat16"},
-    "low-rank": {"compression": "low-rank:1,int8"},
-    "synchronous": {"overlap": False},
-    "mix_every": {"mix_every": 2},
-}
-
-
-@pytest.mark.parametrize("what", OTHERWISE)
-def test_a_run_resumes_with_other_settings(what):
-    """The replicas are exactly the saved ones, and their mean goes on moving by steps alone."""
-    job = Job({"topology": "base-2" if "low" not in what else "ring", "compression": "int8"})
-    through = run_replicas(3, lambda at: run_through(job, at, at.rank, 4, [3])[0][3])
-
-    def body(at: InProcessTransport) -> tuple[Any, Any]:
-        model = job.wrap(9, at, **OTHERWISE[what])
-        snapshot = through[at.rank]
-        put_back(model.replica, snapshot)
-        after = dumb_copy(take(model.replica))
-        for key in ("parameters", "optim", "round", "order"):
-            assert_equal(after[key], snapshot[key])
-        for optimizer in model.optimizers:
-            optimizer.param_groups[0]["lr"] = 0.0
-        job.train(model, range(3, 12), at.rank)
-        return values(model.module), model.consensus_distance()
-
-    found = run_replicas(3, body)
-    apart = math.sqrt(
-        sum(
-            float(
-                (through[rank]["parameters"][name].double() - sum(w["parameters"][name].double() for w in through) / 3).norm()
-            )
-            ** 2
-            for rank in range(3)
-            for name in through[0]["parameters"]
-        )
-        / 3
-    )
-    for name in values(net()):
-        means = [
-            sum(part[name].double() for part in parts) / 3
-            for parts in ([f for f, _ in found], [w["parameters"] for w in through])
-        ]
-        torch.testing.assert_close(*means, rtol=0, atol=1e-6)
-    assert all(distance < 0.9 * apart for _, distance in found), "nothing was mixed"
-
-
 # -- loads that fail half-way ----------------------------------------------------------------------------------------------
 
 
@@ -464,6 +375,26 @@ def test_a_load_that_fails_inside_averaged_leaves_the_replicas_own_values():
         assert_same(values(model.module), right)
 
     run_replicas(2, body)
+
+
+def alone_in_a_round(rank: int, n: int) -> str:
+    """The other worker has not begun the round that this one saves after."""
+    model = PAIRS.wrap(0)
+    PAIRS.train(model, [0], rank)
+    if rank:
+        hear("the error")
+        model.close()
+        return ""
+    shorten(model.replica.world, 1.0)
+    PAIRS.train(model, [1], rank)
+    with pytest.raises(PeerTimeoutError, match="worker 1"):
+        take(model.replica)
+    say("the error")
+    return "an error"
+
+
+def test_a_save_that_waits_for_a_silent_worker_ends_with_an_error(workers):
+    assert workers(2, alone_in_a_round) == ["an error", ""]
 
 
 # -- what compressions keep, parameter by parameter -----------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.optim import AccumAdamW, lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_adamw, optim_fn_adamw
-from tests.helpers import SGD, alone, assert_same, batch, loss, net, some_in_the_fast_tests, values
+from tests.helpers import SGD, alone, assert_same, batch, loss, net, some_in_the_fast_tests
 
 ONE, MANY, SOME = 25, 1e-6, 500 / 2**20  # of net(): one bucket, one per parameter, and in between
 
@@ -137,27 +137,6 @@ def test_the_saved_rates_count(name, early):
     assert_same(model.module, reference.module)
 
 
-@pytest.mark.parametrize("as_view", [True, False])
-def test_a_chain_of_restarts(as_view):
-    """Saved and loaded again and again, also when nothing was done in between."""
-    setup = SETUPS["sequential"]
-    reference = alone(net(), bucket_size_in_mb=ONE, **setup)
-    train(reference, range(8))
-    model = alone(net(), bucket_size_in_mb=ONE, param_as_bucket_view=as_view, **setup)
-    train(model, range(2))
-    for t, size in ((2, MANY), (4, SOME), (6, ONE)):
-        weights = model.state_dict()
-        once = through_a_file(model.optim_state_dict())
-        unused = alone(net(seed=3), bucket_size_in_mb=size, **setup)
-        unused.load_optim_state_dict(once)
-        # Before its first update it hands on what it was given.
-        model = alone(net(seed=4), bucket_size_in_mb=size, param_as_bucket_view=as_view, **setup)
-        model.load_optim_state_dict(through_a_file(unused.optim_state_dict()))
-        model.load_state_dict(weights)
-        train(model, range(t, t + 2))
-    assert_same(model.module, reference.module)
-
-
 def test_the_keys_are_names():
     model = alone(net(), bucket_size_in_mb=SOME, **SETUPS["sequential"])
     assert model.optim_state_dict() == {
@@ -194,29 +173,6 @@ def test_a_pending_window_is_saved():
     train(twin, range(2))
     for name, state in twin.optim_state_dict()["state"].items():
         assert torch.equal(found["state"][name]["momentum_buffer"], state["momentum_buffer"])
-
-
-def test_parameters_without_state():
-    """A layer that was never used has options and no state; it gets none by going through a file."""
-    model = alone(net(), SGD, bucket_size_in_mb=MANY)
-
-    def step(model: DecentralizedDataParallel, t: int) -> None:
-        model.module[2](torch.tanh(model.module[0](batch(t)[0]))).square().mean().backward()
-        model.update()
-
-    for t in range(2):
-        model.set_accumulate_grad(True)
-        step(model, t)
-        model.set_accumulate_grad(False)
-    found = through_a_file(model.optim_state_dict())
-    used = {name for name, _ in net().named_parameters() if name[0] in "02"}
-    assert {name for name, state in found["state"].items() if state.get("momentum_buffer") is not None} == used
-    other = alone(net(), SGD, bucket_size_in_mb=ONE)
-    other.load_state_dict(model.state_dict())
-    other.load_optim_state_dict(found)
-    for m in (model, other):
-        train(m, range(2, 4))
-    assert_same(model.module, other.module)
 
 
 def test_mixed_dtypes_keep_their_state():
@@ -409,20 +365,6 @@ def test_a_schedule_on_one_side_only():
     assert train(plain, range(2))[1] == rates_of(model)
 
 
-def test_the_last_load_counts():
-    first, second = alone(net(), SGD), alone(net(), SGD)
-    train(first, range(2))
-    train(second, range(4))
-    model = alone(net(), SGD)
-    model.load_optim_state_dict(copy.deepcopy(first.optim_state_dict()))
-    model.load_optim_state_dict(copy.deepcopy(second.optim_state_dict()))
-    model.load_state_dict(second.state_dict())
-    for m in (second, model):
-        train(m, range(4, 6))
-    assert_same(model.module, second.module)
-    assert values(model)
-
-
 # -- groups that are empty, and schedulers that keep more by group -------------------------------------------------------
 
 
@@ -491,34 +433,3 @@ def test_an_empty_group_takes_the_options_of_others_of_its_number():
             assert model.get_lr() == twin.get_lr()
         train(reference, range(3, 5))
         assert rates(model) == rates(reference)
-
-
-@pytest.mark.parametrize("early", [True, False])
-def test_loaded_states_get_the_strides_of_their_parameters(early):
-    """A file need not keep strides, and the caller may be in inference mode."""
-
-    def turned(seed: int) -> nn.Module:
-        model = net(seed)
-        for layer in (model[0], model[2]):
-            layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
-        return model
-
-    reference = alone(turned(0), partial(AccumAdamW, lr=0.01, accum_iter=2) if early else SGD)
-    optim_fn = SGD if not early else partial(AccumAdamW, lr=0.01, accum_iter=2)
-    train(reference, range(3))
-    weights, saved = through_a_file((reference.state_dict(), reference.optim_state_dict()))
-    for state in saved["state"].values():
-        for key, value in state.items():
-            state[key] = value.contiguous()
-    model = alone(turned(5), optim_fn)
-    if not early:
-        train(model, range(2))
-    model.load_state_dict(weights)
-    with torch.inference_mode():
-        model.load_optim_state_dict(saved)
-    train(model, range(3, 6))
-    train(reference, range(3, 6))
-    assert_same(model.module, reference.module)
-    for optimizer in model.optimizers:
-        for param, state in optimizer.state.items():
-            assert all(value.stride() == param.stride() for value in state.values() if value.shape == param.shape)

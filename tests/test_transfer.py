@@ -342,17 +342,6 @@ def test_a_copy_that_nobody_asks_for_is_dropped(member):
     assert bool((found == found[0]).all())
 
 
-def test_who_has_all_of_a_copy_changes_nothing_for_the_others(member):
-    donor, first, second = member(), PartialState(), PartialState()
-    donor.get_part(first, 2)
-    donor.get_part(second, 3)
-    assert first.name == second.name
-    donor.get(first, 2)
-    assert list(donor.server._copies) == [second.name]
-    donor.get(second, 3)
-    assert (donor.copied, donor.server._copies) == (1, {})
-
-
 def test_the_end_of_training_drops_all_copies(member):
     donor, partial = member(), PartialState()
     donor.get_part(partial)

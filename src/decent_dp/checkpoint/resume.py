@@ -24,7 +24,7 @@ from decent_dp.errors import CheckpointError
 from decent_dp.replica.consistency import call_on_all, model_signature
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.shards import mesh_of
-from decent_dp.replica.snapshot import begin_load, completed, put_back
+from decent_dp.replica.snapshot import begin_load, put_back
 from decent_dp.serialization import loaded
 from decent_dp.transport import Collectives
 
@@ -100,7 +100,7 @@ def load(
         if len(shards[0].record.workers[0]) != replica.agreed.replicas.shards:
             tree["snapshot"]["rule"]["state"] = {}  # that of other shares: it starts anew
     try:
-        put_back(replica, {**completed(replica, tree["snapshot"]), "combined": not same})
+        put_back(replica, {**tree["snapshot"], "combined": not same})
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
         # A value of another kind than was saved raises any of them. Those of this library, or of a GPU without memory, are own.
         if isinstance(error, RuntimeError) and type(error).__module__ != "builtins":

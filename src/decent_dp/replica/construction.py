@@ -116,9 +116,8 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
     tensors, from the worker at the same position of the first replica).
 
     Args:
-        transport: of all workers.
-        owned: whether it is of this replica alone, which trains in this process.
-        check: returns the arguments; raises ValueError or TypeError if one is wrong.
+        owned: whether the transport is of this replica alone, which trains in this process.
+        check: returns the arguments.
 
     Raises:
         ValueError, TypeError: from ``check``, or arguments differ between workers; the same error on all workers.
@@ -193,11 +192,8 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
 def _open_store(
     transport: Transport, topology: Topology, faults: Tolerate | None, signature: Mapping[str, Any]
 ) -> EpochStore | None:
-    """What the run keeps in its store, if processes can join it. Worker 0 registers a run that begins.
-
-    Raises:
-        ValueError: a run of its name lives.
-    """
+    """What the run keeps in its store, if processes can join it. Worker 0 registers a run that begins, if none of its name
+    lives."""
     if faults is None or not isinstance(topology, EpochTopology):
         return None
     records = {**transport.records, "signature": json.dumps(signature)}
@@ -270,14 +266,7 @@ def _peers_of(transport: Transport, replicas: Replicas, faults: Tolerate | None)
 
 
 def _replicas_of_run(transport: NewcomerTransport, mesh: Mapping[str, Any] | None) -> Replicas:
-    """The replicas of the run that this process joins.
-
-    Args:
-        mesh: of this process's replica (``describe_mesh``).
-
-    Raises:
-        ValueError: the mesh does not fit.
-    """
+    """The replicas of the run that this process joins, into which its own ``mesh`` (``describe_mesh``) has to fit."""
     replicas = Replicas(tuple(map(tuple, transport.signature["settings"]["workers of each replica"])))
     if mesh is not None and mesh.get("of") == "auto" and replicas.shards == 1:
         mesh = None
@@ -301,11 +290,7 @@ def _replicas_of_run(transport: NewcomerTransport, mesh: Mapping[str, Any] | Non
 
 
 def _agree_on_weights(found: Sequence[float | None]) -> list[float]:
-    """The weights of all workers, by rank; empty if none has one.
-
-    Raises:
-        ValueError: some have one, and others have not.
-    """
+    """The weights of all workers, by rank; empty if none has one. Not only some may have one."""
     given = [weight for weight in found if weight is not None]
     if 0 < len(given) < len(found):
         missing = ", ".join(str(rank) for rank, weight in enumerate(found) if weight is None)
@@ -317,11 +302,7 @@ def _agree_on_weights(found: Sequence[float | None]) -> list[float]:
 
 
 def _weights_of_run(transport: NewcomerTransport, own: float | None) -> list[float]:
-    """Those of the run that this process joins.
-
-    Raises:
-        ValueError: the worker in whose place it comes had another one.
-    """
+    """Those of the run that this process joins, with the weight of the worker in whose place it comes."""
     weights: list[float] = transport.signature["settings"]["weight"]
     rank = min(transport.rank, len(weights) - 1)  # only where all are equal can there be more workers than began the run
     if own != (wanted := weights[rank] if weights else None):
@@ -332,11 +313,7 @@ def _weights_of_run(transport: NewcomerTransport, own: float | None) -> list[flo
 def _weighted(
     topology: Topology, weights: Sequence[float], given: Arguments, replicas: Replicas, rank: int
 ) -> tuple[Topology, tuple[float, float] | None]:
-    """The topology with the weights of the replicas, and ``Agreement.weights``; equal weights change nothing.
-
-    Raises:
-        ValueError: they do not go with the topology or with the faults.
-    """
+    """The topology with the weights of the replicas, and ``Agreement.weights``; equal weights change nothing."""
     if len(set(weights)) < 2:
         return topology, None
     if most_workers(given.faults) > len(weights):

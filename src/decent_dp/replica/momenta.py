@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
 from torch.optim import Optimizer
 
-from decent_dp._dtensors import local
 from decent_dp.engine.layout import TensorSpec
 from decent_dp.optim import GossipAdamW
 from decent_dp.optim.tracking import FADE_EVERY, Tracking
-from decent_dp.replica.shares import Shares
+from decent_dp.replica.shares import Shares, parts_of
 from decent_dp.rules import MomentumTracking, Rule
 
 __all__ = ["Momenta", "tell_replicas"]
@@ -44,20 +42,14 @@ class Momenta:
         pairs.sort(key=lambda pair: places[id(pair[0])])
         self.whole = [tensor for _, tensor in pairs]
         self._names = {id(param): f"{names[id(param)]} (momentum)" for param, _ in pairs}
-        self.tensors = self._parts()
+        self.tensors = parts_of("momentum", self.whole, shares)
         named = zip(self._names.values(), self.tensors, self.whole, strict=True)
         self.specs = [TensorSpec.of(name, tensor, whole.numel()) for name, tensor, whole in named]
-
-    def _parts(self) -> list[Tensor]:
-        shares = self._shares
-        if shares is None:
-            return [local(tensor) for tensor in self.whole]
-        return [shares.own("momentum", i, tensor) for i, tensor in enumerate(self.whole)]
 
     def follow_loads(self, *, trusted: bool = False) -> list[str]:
         """Follows loads of optimizers (``Tracking.follow_loads``), and returns the names of the momenta that were loaded."""
         loaded = [param for tracking in self._tracked for param in tracking.follow_loads(trusted=trusted)]
-        self.tensors[:] = self._parts()
+        self.tensors[:] = parts_of("momentum", self.whole, self._shares)
         return [self._names[id(param)] for param in loaded if id(param) in self._names]
 
     def drop_unsaved(self) -> bool:

@@ -63,23 +63,14 @@ class _GradientBucket:
 
 @dataclass
 class _Running:
-    """A running backward.
+    """A running backward."""
 
-    Attributes:
-        task: autograd's id of it.
-        end: its end callback, which is gone if it has raised.
-        arrived: indices of the parameters whose gradients have come.
-        streams: the CUDA stream of the gradients, per device.
-        in_flight: of the buckets that are being summed, which are the first ones.
-        met: whether ``NodeGradients.meet`` was called.
-    """
-
-    task: int
-    end: weakref.ref[EndOfBackward]
-    arrived: set[int] = field(default_factory=set)
-    streams: dict[torch.device, Any] = field(default_factory=dict)
-    in_flight: list[Any] = field(default_factory=list)
-    met: bool = False
+    task: int  # autograd's id of it
+    end: weakref.ref[EndOfBackward]  # its end callback, which is gone if it has raised
+    arrived: set[int] = field(default_factory=set)  # indices of the parameters whose gradients have come
+    streams: dict[torch.device, Any] = field(default_factory=dict)  # of the gradients, per device
+    in_flight: list[Any] = field(default_factory=list)  # of the buckets that are being summed, which are the first ones
+    met: bool = False  # whether ``NodeGradients.meet`` was called
 
 
 class NodeGradients:

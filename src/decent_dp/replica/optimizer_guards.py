@@ -210,10 +210,8 @@ def _place(tensor: Tensor) -> Any:
 def options_of(
     optimizers: Sequence[Optimizer], model: nn.Module, schedulers: Sequence[LRScheduler | None] = ()
 ) -> dict[str, dict[str, Any]]:
-    """Returns the present options of all parameters, and the classes of ``schedulers`` (one per optimizer), as JSON by the
-    parameters' names in registration order.
-
-    The result does not depend on the order and the grouping of parameters.
+    """The present options of all parameters, and the classes of ``schedulers`` (one per optimizer), as JSON by the parameters'
+    names in registration order: it does not depend on their order and grouping.
     """
     of_param: dict[int, dict[str, Any]] = {}
     for i, optimizer in enumerate(optimizers):
@@ -232,10 +230,8 @@ def options_of(
 def first_difference(
     theirs: Mapping[str, Mapping[str, Any]], ours: Mapping[str, Mapping[str, Any]], *, rates: bool = False
 ) -> Difference | None:
-    """Returns the first option that both workers have, with different values; None if there is none.
-
-    Args:
-        rates: learning rates are compared, which may differ, and not the others, which must be equal.
+    """The first option that both workers have, with different values; None if there is none. ``rates``: of learning rates,
+    which may differ; else of the others, which must be equal.
     """
     found: dict[tuple[str, str], Difference] = {}
     for name in {**theirs, **ours}:
@@ -326,14 +322,10 @@ def check_alike(what: str, saved: Any, own: Any) -> None:
 
 
 def check_states(optimizer: Optimizer, names: Sequence[str], saved: Mapping[str, Any]) -> None:
-    """Checks parameters' states against those that the optimizer has, or, if it has made no step, would make.
+    """Checks saved states (``saved_optimizer``) against those that the optimizer has, or, if it has made no step, would make.
 
     The states of torch's optimizers and ours are numbers, and tensors of the parameter's shape, possibly reduced to 1 along
     some dimensions. Those of other optimizers may have any shape.
-
-    Args:
-        names: of its parameters, in its order.
-        saved: as ``saved_optimizer`` returns it, for the same groups.
 
     Raises:
         ValueError: a state is of another kind or shape; names the parameter and the key.

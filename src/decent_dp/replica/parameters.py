@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import Tensor, nn
 
 from decent_dp.engine.layout import TensorSpec
-from decent_dp.replica.shards import fsdp_modules, has_unreduced_gradients, is_sharded, local, reshard
-from decent_dp.replica.shares import Shares
+from decent_dp.replica.shards import fsdp_modules, has_unreduced_gradients, is_sharded, reshard
+from decent_dp.replica.shares import Shares, parts_of
 
 __all__ = ["Parameters"]
 
@@ -33,7 +33,7 @@ class Parameters:
         self.names = [name for name, _ in trained]
         self.params = [param for _, param in trained]
         self._are_sharded = any(map(is_sharded, self.params))
-        self.tensors: list[Tensor] = self._parts()
+        self.tensors = parts_of("parameter", self.params, shares)
         self.numbers = {name: number for number, name in enumerate(self.names)}
         named = zip(self.names, self.tensors, self.params, strict=True)
         self.specs = [TensorSpec.of(name, tensor, param.numel()) for name, tensor, param in named]
@@ -51,13 +51,8 @@ class Parameters:
         if self._are_sharded:
             reshard(self._fsdp)
         if self._are_sharded or self._shares is not None:
-            self.tensors[:] = self._parts()
+            self.tensors[:] = parts_of("parameter", self.params, self._shares)
         return self.tensors
-
-    def _parts(self) -> list[Tensor]:
-        if self._shares is None:
-            return [local(param) for param in self.params]
-        return [self._shares.own("parameter", number, param) for number, param in enumerate(self.params)]
 
     def gather(self) -> None:
         """The workers of a node gather all of their shares."""

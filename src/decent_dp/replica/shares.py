@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decent_dp._dtensors import local
 from decent_dp.engine.layout import TensorSpec
 from decent_dp.serialization import decode, encode
 from decent_dp.transport import NodeGroup
 
-__all__ = ["Shares", "UnevenNode"]
+__all__ = ["Shares", "UnevenNode", "parts_of"]
 
 
 class Shares:
@@ -57,6 +58,13 @@ class Shares:
     def gather(self, kind: str, numbers: Iterable[int]) -> None:
         """Each worker gets the shares of the others of these tensors. All workers call it."""
         self.group.gather([self._known[kind, number][1] for number in sorted(numbers)])
+
+
+def parts_of(kind: str, tensors: Iterable[Tensor], shares: Shares | None) -> list[Tensor]:
+    """This worker's parts of a replica's tensors: of DTensors the local ones, and where it has shares these."""
+    if shares is None:
+        return [local(tensor) for tensor in tensors]
+    return [shares.own(kind, number, tensor) for number, tensor in enumerate(tensors)]
 
 
 def _cut(tensor: Tensor, rows: int, workers: int) -> list[Tensor]:

@@ -12,8 +12,8 @@ their next round with nothing in flight. The dict has these entries, and those o
     weight        of the replica in means, if the replicas' weights differ
     round, factor, rule, compression    see ``Engine.state_dict``
 
-Where a node is a replica, only the first of its workers has in its snapshot what all of them have in common (``completed``
-gives it to the others), and the state of the rule and of the compression is that of each worker's shares.
+Where a node is a replica, only the first of its workers has in its snapshot what all of them have in common (the others get it
+from it at a load), and the state of the rule and of the compression is that of each worker's shares.
 
 Those of older versions also have an exchange in flight (``exchange``, ``link``), which is dropped.
 """
@@ -44,7 +44,6 @@ __all__ = [
     "ENGINE_ENTRIES",
     "begin_load",
     "check_scaler_state",
-    "completed",
     "copied",
     "first_loss_scale",
     "put_back",
@@ -119,7 +118,7 @@ def take(replica: Replica, *, settled: bool = True) -> dict[str, Any]:
     return snapshot
 
 
-def completed(replica: Replica, snapshot: dict[str, Any]) -> dict[str, Any]:
+def _completed(replica: Replica, snapshot: dict[str, Any]) -> dict[str, Any]:
     """A snapshot with what the first worker of this one's node has for all of them. They call it together."""
     if replica.agreed.shares is None:
         return snapshot
@@ -175,11 +174,12 @@ def put_back(replica: Replica, snapshot: dict[str, Any]) -> None:
     Raises:
         RuntimeError: as `begin_load`.
         ValueError, TypeError, RuntimeError: it does not fit this model, optimizer or scaler; the same error on all workers, and
-            nothing is changed. With one worker, errors of values of another kind are of other built-in classes, too.
+            nothing is changed.
         OutOfStepError: the workers' snapshots are of different rounds; likewise.
     """
     begin_load(replica)
-    restore(replica, snapshot, lambda: _check(replica, snapshot))
+    whole = _completed(replica, snapshot)
+    restore(replica, whole, lambda: _check(replica, whole))
     replica.mean.backup = None
 
 
@@ -203,11 +203,8 @@ def replace_values(replica: Replica, snapshot: dict[str, Any]) -> None:
 
 
 def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None]) -> None:
-    """The replica resumes from ``state``, at a step boundary of all workers.
-
-    Args:
-        state: a snapshot, or the entries of the engine and its rounds alone. ``combined``: of several, or a copy of another's.
-        check: raises if it does not fit.
+    """The replica resumes, at a step boundary of all workers, from a snapshot (``combined``: of several, or a copy of another
+    one), or from the entries of the engine and its rounds alone. ``check`` raises if it does not fit.
     """
     # Tensors that are made here have to train, also if the caller is in inference mode.
     with torch.inference_mode(False), torch.no_grad():

@@ -17,7 +17,7 @@ from decent_dp.errors import CheckpointError, PeerLostError
 from decent_dp.membership import Epoch, MembershipMonitor
 from decent_dp.replica.replica import Listener, Replica
 from decent_dp.replica.shards import mesh_of
-from decent_dp.replica.snapshot import completed, put_back, replace_values
+from decent_dp.replica.snapshot import put_back, replace_values
 from decent_dp.replica.state_server import StateServer
 from decent_dp.replica.transfer import Donor, PartialState, pull
 from decent_dp.transport import NewcomerTransport, Transport, gather_in_mesh
@@ -93,7 +93,7 @@ class _Joiner:
             snapshot["optim"]["scaler"] = scaler
         engine = self._replica.engine
         engine.first_bucket = state["first_bucket"] - len(engine.buckets)  # the next ones have numbers from this one on
-        put_back(self._replica, completed(self._replica, snapshot))
+        put_back(self._replica, snapshot)
         assert monitor.epochs is not None
         monitor.epochs.learn(state["epoch"])
 
@@ -239,15 +239,15 @@ def _ask(
     partial: PartialState | None = None,
     first: int = -1,
 ) -> tuple[int, T]:
-    """Asks one member after the other. Returns the rank of the first that gives it, and what ``get`` returns.
+    """Asks one member after the other, ``first`` before all others. Returns the rank of the first that gives it, and what
+    ``get`` returns, which is called with a member and the seconds in which an answer must come.
 
     The one that has given a part is asked first again when all others have been asked in vain: this worker may have been
     without a network.
 
     Args:
-        members: returns the incarnations of those that can be asked, by rank; ``first`` before all others.
-        get: asks a member. Called with it, and the ``seconds`` in which an answer must come.
-        patience: these seconds, at first: the next one is asked after them, though this one gives signs of life.
+        members: returns the incarnations of those that can be asked, by rank.
+        patience: seconds for an answer, at first: the next one is asked after them, though this one gives signs of life.
         once: each member only once, and for ``_STUCK`` seconds in all; else for the process group's timeout, beside the seconds
             in which ``partial`` has come.
 

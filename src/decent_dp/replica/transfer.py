@@ -130,7 +130,6 @@ class Donor:
     """Another worker that is asked.
 
     Args:
-        ask: sends it a request (``Neighbours.ask``).
         stuck: seconds without an answer after which it is given up.
         most: seconds after which ``get`` does not even wait while it copies its state.
 
@@ -147,12 +146,7 @@ class Donor:
         return self._ask(pack_message(request))
 
     def wait(self, answer: Future[bytes]) -> tuple[dict[str, Any], memoryview]:
-        """An answer.
-
-        Raises:
-            ConnectionError: the worker cannot be asked, or has refused.
-            TimeoutError: none has come.
-        """
+        """An answer. Raises ConnectionError if the worker cannot be asked, or has refused, and TimeoutError if none comes."""
         if not futures.wait([answer], self._stuck).done:
             raise TimeoutError(f"it has not answered for {self._stuck:g} s")
         head, data = unpack_message(answer.result())
@@ -162,12 +156,8 @@ class Donor:
         return head, data
 
     def get(self, request: Mapping[str, Any], seconds: float) -> tuple[dict[str, Any], memoryview]:
-        """The answer, once the worker has it.
-
-        Raises:
-            TimeoutError: it has none within so many seconds, while it makes no memory for a copy; or as of ``wait``.
-            ConnectionError: as of ``wait``.
-        """
+        """The answer, once the worker has it. Raises as ``wait``, and TimeoutError if it has none within so many seconds in
+        which it makes no memory for a copy."""
         began = time.monotonic()
         while True:
             head, data = self.wait(self.ask(request))
@@ -182,12 +172,10 @@ class Donor:
 
 
 def pull(donor: Donor, partial: PartialState, seconds: float) -> Any:
-    """The tree of a worker's state.
+    """The tree of a worker's state, which begins within so many ``seconds``.
 
     Args:
-        partial: has what has come of it before, and keeps what comes if the donor is lost. If this one has another copy, that
-            replaces it.
-        seconds: until the state begins.
+        partial: has what has come of it before, and keeps what comes if the donor is lost. Another copy replaces it.
 
     Raises:
         ConnectionError, TimeoutError: as of ``Donor.get``, or a chunk was damaged on its way.
