@@ -7,9 +7,11 @@ import dataclasses
 import itertools
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from decent_dp.compression import Compression, FlatTensor, Int8, Lossless
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.transport import ExchangeId, ExchangeRequest, InProcessTransport
 
+ROOT = Path(__file__).parents[1]
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
@@ -264,3 +267,12 @@ def error_of(call: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 20.0, what: str = "") -> Any:
+    """What ``condition`` returns as soon as it is true. ``what``: is not, in the error."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+    return found

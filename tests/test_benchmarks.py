@@ -22,8 +22,8 @@ from benchmarks.lab import Lab, LabError, namespaces
 from benchmarks.limits import busiest_link
 from benchmarks.setups import PARAMETERS, Contender, Setup, choose_contenders
 from decent_dp.compression.lattice import load_numba
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 ALONE, DDP = Contender("alone"), Contender("ddp")
 
 # -- the limit ---------------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks import checkpoint
 from examples.curves import plot_training
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "lab" / "checkpoint.md"
 COST = ROOT / "benchmarks" / "results" / "checkpoint.json"
 RESIZE = ROOT / "docs" / "results" / "resize.json"

@@ -17,9 +17,8 @@ import torch
 
 from decent_dp.checkpoint import latest
 from examples import pretrain_gpt
-from tests.helpers import seed_cpu
+from tests.helpers import ROOT, seed_cpu
 
-ROOT = Path(__file__).resolve().parents[1]
 # Short, so that they are read. Those of the integrations are skipped where they are not there.
 COMPLETE = ["pretrain_gpt.py", "images_resnet.py", "lora_trainer.py", "lightning_digits.py", "slurm"]
 

@@ -28,9 +28,9 @@ from typing import Any
 import pytest
 from torch._C._profiler import _ExperimentalConfig
 
+from tests.helpers import ROOT
 from tests.sharded_cases import CPUS_CAN_SHARD
 
-ROOT = Path(__file__).parents[1]
 USERS = sorted((ROOT / "docs").glob("*.md"))  # the pages for users; docs/lab/ has what was measured, and the log
 PAGES = [ROOT / "README.md", *USERS, *sorted((ROOT / "docs" / "lab").glob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]

@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 
 from examples import characters, compare, digits, wire_runs, wires
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 # Warnings are errors in the workers' own code, too; torch and scikit-learn are loaded before that would matter to them.
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
 

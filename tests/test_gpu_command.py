@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +19,7 @@ from benchmarks.gpu.case import BOTH, PAIR, THREADS, TRIO, TRIO_THREADS
 from decent_dp import gossip
 from decent_dp.transport import InProcessTransport, in_process, run_replicas
 from decent_dp.transport.in_process import LocalHub
-from tests.helpers import loss, net
-
-ROOT = Path(__file__).resolve().parents[1]
-
+from tests.helpers import ROOT, loss, net
 
 WANTED = ("float64 twin, base-2", "another default device")
 

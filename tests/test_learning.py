@@ -16,7 +16,6 @@ from benchmarks import learning
 from benchmarks.learning import GradientTracking, Kept, QuasiGlobalMomentum, Run, train
 from benchmarks.learning_tasks import make_task
 
-ROOT = Path(__file__).resolve().parents[1]
 TINY = Run("digits", 2, "DDP", 1e-2, steps=8)
 
 

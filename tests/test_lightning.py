@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from tests.framework_cases import Run, assert_equal_runs, collectives, copies, plain_loop, quiet_frameworks
+from tests.helpers import ROOT
 
 # Found rather than imported: the import takes seconds, which only the workers need to spend.
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning")
 
-ROOT = Path(__file__).parents[1]
 CLIP = 0.05
 
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ import torch
 
 from decent_dp import _triton
 from decent_dp.optim import AccumAdamW, GossipAdamW
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 # Of parameters that have no one order of memory, or options that the kernel does not have.
 NOT_TAKEN = {"GossipAdamW gaps", "GossipAdamW amsgrad"}
 

@@ -21,9 +21,8 @@ from packaging.version import Version
 
 import decent_dp
 from tests.compat import RESULTS, claimed
+from tests.helpers import ROOT
 from tests.test_docs import blocks, compare
-
-ROOT = Path(__file__).parents[1]
 
 
 def run(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -28,7 +28,7 @@ from decent_dp.checkpoint import Preemption, latest, load, save
 from decent_dp.checkpoint.preempt import _StopRequest, _StopVote
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.transport import InProcessTransport, run_replicas
-from tests.helpers import SGD, alone, broken_store, loss, net, silent_store, values
+from tests.helpers import ROOT, SGD, alone, broken_store, loss, net, silent_store, values
 from tests.workers import hear, say
 
 
@@ -309,7 +309,7 @@ def test_no_later_signal_ends_a_worker_that_must_stop(tmp_path):
         capture_output=True,
         text=True,
         timeout=200,
-        cwd=Path(__file__).parents[1],
+        cwd=ROOT,
     )
     assert (done.returncode, done.stdout) == (0, "saved and left"), done.stderr
     assert latest(tmp_path) is not None

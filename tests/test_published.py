@@ -29,9 +29,7 @@ from decent_dp.optim import published
 from decent_dp.replica import construction
 from decent_dp.topo import Edge, Topology
 from decent_dp.transport import InProcessTransport, run_replicas
-from tests.helpers import SGD, alone, assert_same, loss, net, seed_cpu, values
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.helpers import ROOT, SGD, alone, assert_same, loss, net, seed_cpu, values
 
 
 class Heard(logging.Handler):

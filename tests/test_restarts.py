@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from decent_dp.checkpoint import latest
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 EPOCHS, STEPS = 20, 20 * 22
 # Results of a run. Times are those of this machine.
 NUMBERS = ("accuracy", "worst_accuracy", "validation_loss", "consensus_distance", "steps", "history")

@@ -11,13 +11,26 @@ from typing import Any
 
 import pytest
 
-from benchmarks import fast, holes, learning, membership, report, shapes, time_to_loss, workbench
+from benchmarks import (
+    endurance,
+    fast,
+    faults,
+    holes,
+    kills,
+    learning,
+    membership,
+    report,
+    shapes,
+    slow_faults,
+    time_to_loss,
+    workbench,
+)
 from decent_dp.tools.planner import Choice, Job, more_steps
 from decent_dp.topo import make_topology
 from examples import compare, wires
+from tests.helpers import ROOT
 from tests.test_topo_finite import product
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 
 
@@ -41,6 +54,10 @@ TABLES: list[tuple[str, str | None, Callable[[Any], str] | None]] = [
     ("benchmarks/results/fast.md", None, fast.make_markdown),
     ("benchmarks/results/shapes.md", "slow-links", lambda found: shapes.make_table(found["rows"])),
     ("benchmarks/results/membership.md", "membership", membership.table),
+    ("benchmarks/results/kills.md", "faults", kills.table),
+    ("benchmarks/results/endurance.md", "faults", endurance.table),
+    ("benchmarks/results/slow-faults.md", "faults", slow_faults.table),
+    *((f"benchmarks/results/{name}.md", "faults", None) for name in ("unequal", "unequal-sim")),
     (
         "docs/results/digits.md",
         "demo",
@@ -68,6 +85,18 @@ def test_tables_are_those_of_the_results_and_of_the_pages(table, page, make):
         assert make(result_of(table)) == text
     if page is not None:
         assert text.strip() in text_of(f"docs/lab/{page}.md"), f"put {table} into docs/lab/{page}.md"
+
+
+def test_the_pages_show_the_figures_of_each_fault():
+    """Each row of the results stands there: in a row that begins and ends with the same cells, or as it is."""
+    shown = {row[0]: row[-1] for page in ("docs/faults.md", "docs/lab/faults.md") for row in cells_of(text_of(page))}
+    rows = dict(cells_of(text_of("benchmarks/results/faults.md"))[2:])
+    assert rows == faults.rows(result_of("benchmarks/results/faults.md"))
+    assert {what: shown.get(what) for what in rows} == rows
+
+
+def cells_of(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
 
 
 def between(page: str, mark: str) -> str:

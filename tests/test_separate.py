@@ -20,6 +20,7 @@ from decent_dp.launch.local import worker_variables
 from decent_dp.launch.processes import Ending, Failure, run_workers
 from decent_dp.tools.cli import launch as command
 from decent_dp.tools.cli import main
+from tests.helpers import ROOT
 from tests.tools.test_launch_command import BEGIN, JOIN_OR_BEGIN, launch
 
 BOTH: Mapping[int, int] = {0: 0, 1: 0}
@@ -154,7 +155,7 @@ def test_a_run_is_joined_while_somebody_is_in_it(tmp_path, both):
 @pytest.mark.parametrize("page", ["launch", "faults"])
 @pytest.mark.parametrize("gpus", [0, 4])
 def test_the_pages_choose_the_gpu_before_they_join(monkeypatch, page, gpus):
-    text = (Path(__file__).parents[1] / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     (block,) = [part for part in re.findall(r"```python no-run\n(.*?)```", text, re.DOTALL) if "decent_dp.join(" in part]
     environ = {**worker_variables(3, 4, 1), "TORCHELASTIC_RESTART_COUNT": "1", "JOIN": "1"}
     for name, value in environ.items():

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +18,6 @@ import pytest
 import torch
 
 import decent_dp
-from benchmarks import faults as faults_benchmark
-from benchmarks import slow_faults
 from decent_dp.errors import NonFiniteError
 from decent_dp.replica import replica as replica_module
 from decent_dp.rules import MomentumTracking, OuterNesterov
@@ -486,24 +482,6 @@ def test_threads_that_end_are_holes():
     assert ended == [6]
     assert [updates for _, updates in found[:3]] == [12, 12, 12]
     assert found[1][0] > 0 < found[2][0]
-
-
-def test_the_page_shows_the_committed_figures():
-    """Each row of the results stands on the page: in a row that begins and ends with the same cells, or as it is."""
-    root = Path(__file__).parents[1]
-    page = "".join((root / path).read_text() for path in ("docs/faults.md", "docs/lab/faults.md"))
-    results = root / "benchmarks/results"
-    shown = {cells[0]: cells[-1] for cells in map(cells_of, page.splitlines()) if cells}
-    rows = dict(map(cells_of, (results / "faults.md").read_text().splitlines()[2:]))
-    assert rows == faults_benchmark.rows(json.loads((results / "faults.json").read_text()))
-    assert {what: shown.get(what) for what in rows} == rows
-    assert (results / "slow-faults.md").read_text() == slow_faults.table(json.loads((results / "slow-faults.json").read_text()))
-    for name in ("unequal", "unequal-sim", "slow-faults"):
-        assert (results / f"{name}.md").read_text().strip() in page
-
-
-def cells_of(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
 
 
 @pytest.mark.parametrize("ahead", [0, 3])
