@@ -21,7 +21,7 @@ from torch.optim import lr_scheduler
 
 from decent_dp.errors import CheckpointError
 from decent_dp.replica.host_copies import HostMemory
-from decent_dp.serialization import RESERVED, Stored, decode, encode, parse
+from decent_dp.serialization import RESERVED, decode, encode
 
 
 def there_and_back(tree: Any) -> Any:
@@ -419,20 +419,3 @@ def test_text_with_an_error_is_refused_or_read(data):
         decode(changed, tensors.__getitem__)
     except CheckpointError:
         return
-
-
-def test_parse_leaves_tensors_where_they_are():
-    text, tensors = encode({"w": torch.ones(2), "z": torch.zeros(2, dtype=torch.complex128), "n": np.arange(3), "x": [1]})
-    asked: list[str] = []
-
-    def get(key: str) -> Tensor:
-        asked.append(key)
-        return tensors[key]
-
-    outline = parse(text, get)
-    assert [outline[key].kind for key in "wzn"] == ["tensor", "tensor", "array"]
-    assert isinstance(outline["w"], Stored)
-    assert outline["x"] == [1]
-    assert asked == []
-    assert same(outline["z"].load(), torch.zeros(2, dtype=torch.complex128))
-    assert asked == ["z"]

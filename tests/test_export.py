@@ -178,8 +178,7 @@ def test_an_export_with_a_loader_has_the_statistics_of_the_mean_model(exported):
     update_bn([batch for rank in range(3) for batch in batches(rank)], model)
     for name in FORMATS:
         check_mean(folder / f"fitted-{name}", replicas, skip=("running_mean", "running_var", "num_batches_tracked"))
-        path = folder / f"fitted-{name}"
-        state = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+        state = opened(folder / f"fitted-{name}")
         for norm in ("norm", "fixed"):
             for which in ("running_mean", "running_var"):
                 torch.testing.assert_close(
@@ -229,89 +228,86 @@ def test_an_export_replaces_the_file_in_one_step(tmp_path, monkeypatch):
     same(torch.load(path, weights_only=True), dict(model.state_dict()))
 
 
-def errors(rank: int, n: int, folder: str) -> list[str]:
-    model = trained(rank, 2)
-    Path(folder, "file").write_text("")
-    Path(folder, "folder.pt").mkdir(exist_ok=True)
-    found = []
+def has_extra(value: Any) -> Any:
+    return lambda model: setattr(model.module, "get_extra_state", lambda: value)
 
-    def expect(kind: type[Exception], name: str, path: Any = "", **options: Any) -> None:
+
+# The path, the loader, a change of the model, and the error: of both workers, or where `worker 1` is named of that one alone.
+ERRORS: dict[str, tuple[Any, Any, Any, type[Exception], str]] = {
+    "a suffix": ("model.h5", None, None, ValueError, ".safetensors, .pt, .pth, .bin, got "),
+    "no suffix": ("model", None, None, ValueError, ".safetensors, .pt, .pth, .bin, got "),
+    "below a file": ("file/model.pt", None, None, CheckpointError, "file/model.pt'"),
+    "a folder": ("folder.pt", None, None, CheckpointError, "folder.pt'"),
+    "no batch": ("model.pt", [], None, ValueError, "worker 1: the loader gave no batch"),
+    "a batch of another shape": ("model.pt", [torch.ones(4, 7)], None, RuntimeError, "worker 1: "),
+    "no tensor": ("model.pt", [{"x": torch.ones(4, 6)}], None, TypeError, "worker 1: batch 0 of the loader must be a tensor"),
+    "a set": ("model.safetensors", None, has_extra({3}), TypeError, "a set under '_extra_state'"),
+    "a module": ("model.pt", None, has_extra(nn.Linear(2, 2)), TypeError, "a Linear under '_extra_state'"),
+    "no path": (None, None, None, TypeError, "export takes the path of the file to write, got None"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_of_an_export_are_raised_on_all_workers(tmp_path, name):
+    path, loader, change, kind, text = ERRORS[name]
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.pt").mkdir()
+
+    def work(transport: Any) -> str:
+        model = DecentralizedDataParallel(Everything(), ADAMW, topology="ring", transport=transport)
+        if change is not None:
+            change(model)
+        own = None if loader is None else loader if transport.rank == 1 else batches(0)
         before = everything_of(model)
         with pytest.raises(kind) as caught:
-            export(model, f"{folder}/{name}" if name else path, **options)
-        found.append(f"{type(caught.value).__name__} {caught.value}".removeprefix(f"{kind.__name__} worker 0: "))
-        same(everything_of(model), before)
+            export(model, path and tmp_path / path, loader=own)
+        del before["random"]  # the other thread's model has drawn, too
+        same({name: value for name, value in everything_of(model).items() if name != "random"}, before)
+        return str(caught.value)
 
-    expect(ValueError, "model.h5")
-    expect(ValueError, "model")
-    expect(CheckpointError, "file/model.pt")
-    expect(CheckpointError, "folder.pt")
-    expect(ValueError, "model.pt", loader=[] if rank == 1 else batches(rank))
-    expect(RuntimeError, "model.pt", loader=[torch.ones(4, 7)] if rank == 1 else batches(rank))
-    expect(TypeError, "model.pt", loader=[{"x": torch.ones(4, 6)}])
-    model.module.get_extra_state = lambda: {3}
-    expect(TypeError, "model.safetensors")
-    model.module.get_extra_state = lambda: nn.Linear(2, 2)
-    expect(TypeError, "model.pt")
-    expect(TypeError, "", None if rank == 1 else f"{folder}/model.pt")
-    expect(TypeError, "", 7)
-    model.module.get_extra_state = lambda: {"a": [1, "b"]}
-    export(model, f"{folder}/model.pt")
-    return found
+    first, second = run_replicas(2, work)
+    assert text in first, first
+    assert text.removeprefix("worker 1: ") in second, second
+    assert not (tmp_path / "model.pt").exists()
 
 
-def test_errors_of_an_export_are_raised_on_all_workers(workers, tmp_path):
-    first, second = workers(2, errors, str(tmp_path))
-    assert [a.partition(" ")[0] for a in first] == [b.partition(" ")[0] for b in second]
-    for found in (first, second):
-        assert "got '" in found[0]
-        assert ".safetensors, .pt, .pth, .bin" in found[1]
-        assert "file/model.pt'" in found[2]
-        assert "folder.pt'" in found[3]
-        assert "worker 1: the loader gave no batch" in found[4] or found is second
-        assert "the loader gave no batch" in found[4]
-        assert "7" in found[5]
-        assert "batch 0 of the loader must be a tensor" in found[6]
-        assert "a set under '_extra_state'" in found[7]
-        assert "a Linear under '_extra_state'" in found[8]
-        assert found[9] == "TypeError worker 1: export takes the path of the file to write, got None"
-        assert found[10] == "TypeError export takes the path of the file to write, got 7"
+def test_an_extra_state_of_plain_values_is_exported(tmp_path):
+    model = alone(Everything(), ADAMW)
+    has_extra({"a": [1, "b"]})(model)
+    export(model, tmp_path / "model.pt")
     assert torch.load(tmp_path / "model.pt", weights_only=True)["_extra_state"] == {"a": [1, "b"]}
 
 
-def out_of_step(rank: int, n: int, folder: str) -> None:
-    model = DecentralizedDataParallel(net(), SGD, mix_every=5)
-    ema = AveragedReplica(model)
-    for t in range(1 + rank):
-        loss(model, t, rank).backward()
-        ema.update()
-    for what, call in (
-        ("export", lambda: export(model, f"{folder}/model.pt")),
-        ("calibrate", lambda: calibrate(model, [])),
-        ("averaged of AveragedReplica", lambda: ema.averaged().__enter__()),
-    ):
-        with pytest.raises(OutOfStepError, match=f"^{what} needs all .*worker 0: 1, worker 1: 2"):
-            call()
-    if rank == 0:
-        loss(model, 1, rank).backward()
-    with (
-        pytest.raises(OutOfStepError, match=r"averaged different numbers of updates \(worker 0: 1, worker 1: 2\)"),
-        ema.averaged(),
-    ):
-        pass
-    if rank == 0:
-        ema.update()
-    ema.decay = 0.5 + rank / 10
-    with pytest.raises(DisagreementError, match=r"0\.5 on worker 0 and 0\.6 on worker 1"), ema.averaged():
-        pass
-    assert not Path(folder, "model.pt").exists()
-    ema.decay = 0.5
-    with ema.averaged():
-        pass
+def test_workers_that_are_out_of_step(tmp_path):
+    def work(transport: Any) -> None:
+        rank = transport.rank
+        model = DecentralizedDataParallel(net(), SGD, mix_every=5, transport=transport)
+        ema = AveragedReplica(model)
+        for t in range(1 + rank):
+            loss(model, t, rank).backward()
+            ema.update()
+        for what, call in (
+            ("export", lambda: export(model, tmp_path / "model.pt")),
+            ("calibrate", lambda: calibrate(model, [])),
+            ("averaged of AveragedReplica", lambda: ema.averaged().__enter__()),
+        ):
+            with pytest.raises(OutOfStepError, match=f"^{what} needs all .*worker 0: 1, worker 1: 2"):
+                call()
+        if rank == 0:
+            loss(model, 1, rank).backward()
+        for decay, kind, text in (
+            (ema.decay, OutOfStepError, r"averaged different numbers of updates \(worker 0: 1, worker 1: 2\)"),
+            (0.5 + rank / 10, DisagreementError, r"0\.5 on worker 0 and 0\.6 on worker 1"),
+        ):
+            ema.decay = decay
+            with pytest.raises(kind, match=text), ema.averaged():
+                pass
+            ema.updates = 2
+        ema.decay = 0.5
+        with ema.averaged():
+            assert not (tmp_path / "model.pt").exists()
 
-
-def test_workers_that_are_out_of_step(workers, tmp_path):
-    workers(2, out_of_step, str(tmp_path))
+    run_replicas(2, work)
 
 
 def test_only_a_wrapper_is_exported(tmp_path):
