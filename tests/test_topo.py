@@ -6,9 +6,6 @@ import contextlib
 import math
 import random
 import re
-import subprocess
-import sys
-import threading
 import time
 from abc import ABC
 from functools import reduce
@@ -159,14 +156,6 @@ def test_odd_ring_idles_in_turn_and_alternates_sides(half: int, rank: int) -> No
     assert steps == [n - 1, 1] * half  # left, right, left, … until it sits out again
 
 
-@given(power=st.integers(1, 7))
-def test_one_peer_exp_distance(power: int) -> None:
-    topology = OnePeerExpTopology(world_size=2**power)
-    assert topology.period == power
-    for t in range(2 * power):
-        assert all(abs(a - b) == 2 ** (t % power) for a, b in ranks_of(topology, t))
-
-
 def test_alternating_exp_ring_by_hand() -> None:
     topology = AlternatingExpRingTopology(2, world_size=8)
     assert [ranks_of(topology, t) for t in range(4)] == [
@@ -235,20 +224,14 @@ def made_of(*rounds: Any, n: int = 4, rank: int = 0) -> Topology:
     return topology
 
 
-@given(n=st.integers(2, 12), rank=st.integers(0, 11))
-def test_subclass_with_periodic_form(n: int, rank: int) -> None:
-    topology = Star(world_size=n, rank=rank % n)
-    assert topology.period == n - 1
-    assert_proper(topology, 2 * n)
-    assert topology.mixing_matrix(n - 2)[0, 0] == 1 / n
-
-
-@given(n=st.integers(1, 12), rank=st.integers(0, 11), seed=st.integers(0, 1000))
-def test_subclass_that_overrides_round(n: int, rank: int, seed: int) -> None:
-    topology = RandomPairs(world_size=n, rank=rank % n, seed=seed)
-    assert topology.period is None
-    assert_proper(topology, 10)
-    assert topology.get_edge(10**6) == topology.get_edge(10**6)
+@given(n=st.integers(2, 12), rank=st.integers(0, 11), seed=st.integers(0, 1000))
+def test_subclasses_of_both_forms(n: int, rank: int, seed: int) -> None:
+    periodic, other = Star(world_size=n, rank=rank % n), RandomPairs(world_size=n, rank=rank % n, seed=seed)
+    assert (periodic.period, other.period) == (n - 1, None)
+    assert_proper(periodic, 2 * n)
+    assert_proper(other, 10)
+    assert periodic.mixing_matrix(n - 2)[0, 0] == 1 / n
+    assert other.get_edge(10**6) == other.get_edge(10**6)
 
 
 def random_partition(draw: Any, n: int) -> list[Edge]:
@@ -324,25 +307,15 @@ def test_aperiodic_round_may_build_on_the_periodic_form() -> None:
 # --- what is refused, and how
 
 BAD_ROUNDS: list[tuple[Any, str]] = [
-    (
-        [Edge([0, 1], 0.5), Edge([1, 2], 0.5), Edge([3], 1)],
-        r"rank 1 appears twice, in edge \(0 1\) and in edge \(1 2\); each",
-    ),
+    ([Edge([0, 1], 0.5), Edge([1, 2], 0.5), Edge([3], 1)], r"rank 1 appears twice, in edge \(0 1\) and in edge \(1 2\); each"),
     ([Edge([0, 1, 0], 0.5), Edge([2, 3], 0.5)], r"rank 0 appears twice"),
     ([Edge([0, 1], 0.5)], r"missing from all edges: rank 2 3; .* Edge\(\[2\], 1.0\) leaves rank 2 idle"),
-    ([], r"missing from all edges: rank 0 1 2 3"),
-    (
-        [Edge([0, 1], 0.5), Edge([2, 4], 0.5)],
-        r"edge \(2 4\): rank 4 is out of range; the ranks of the 4 workers are 0 to 3",
-    ),
+    ([Edge([0, 1], 0.5), Edge([2, 4], 0.5)], r"edge \(2 4\): rank 4 is out of range; .* workers are 0 to 3"),
     ([Edge([0, -1], 0.5)], r"rank -1 is out of range"),
     ([Edge([0, 1, 2, 3], 0.25), Edge([], 1.0)], r"an edge needs at least one rank, got Edge\(ranks=\[\], weight=1.0\)"),
     ([Edge([0, 1], 1.5), Edge([2, 3], 0.5)], r"edge \(0 1\): weight must be a number in \[0, 1\], got 1.5; .* = 0.5"),
-    ([Edge([0, 1], -0.1)], r"got -0.1"),
     ([Edge([0, 1], math.nan)], r"got nan"),
-    ([Edge([0, 1], math.inf)], r"got inf"),
     ([Edge([0, 1], "0.5")], r"got '0.5'"),  # type: ignore[arg-type]
-    ([Edge([0, 1], None)], r"got None"),  # type: ignore[arg-type]
     ([Edge([0, 1], True)], r"got True"),
     ([Edge([0], 0.5)], r"rank 0 is alone in its edge with weight 0.5; .* use weight=1"),
     ([(0, 1), (2, 3)], r"holds \(0, 1\), which is no Edge: write Edge\("),
@@ -447,24 +420,8 @@ def test_step_must_be_a_count(topology: Topology) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
-        (
-            {"local_world_size": 0, "world_size": 2},
-            ValueError,
-            "RingTopology: local_world_size must be a whole number, at least 1, got 0",
-        ),
-        (
-            {"local_world_size": 2.0, "world_size": 2},
-            TypeError,
-            r"local_world_size must be a whole number, at least ., got 2.0",
-        ),
-        (
-            {"local_world_size": None, "world_size": 2},
-            TypeError,
-            "local_world_size must be a whole number, at least ., got None",
-        ),
-        ({"world_size": 0}, ValueError, "world_size must be a whole number, at least 1, got 0"),
+        ({"local_world_size": 0, "world_size": 2}, ValueError, "RingTopology: local_world_size must be .* at least 1, got 0"),
         ({"world_size": "4"}, TypeError, "world_size must be a whole number, at least ., got '4'"),
-        ({"world_size": True}, TypeError, "world_size must be a whole number, at least ., got True"),
         ({"world_size": 4, "rank": 4}, ValueError, "rank must be below world_size=4, got 4"),
         ({"world_size": 4, "rank": -1}, ValueError, "rank must be a whole number, at least 0, got -1"),
     ],
@@ -526,47 +483,7 @@ def test_worker_scope() -> None:
         RingTopology()
 
 
-def test_worker_scopes_of_threads_are_their_own() -> None:
-    ranks: dict[int, int] = {}
-    barrier = threading.Barrier(4)
-
-    def work(rank: int) -> None:
-        with worker_scope(4, rank):
-            barrier.wait(10)
-            ranks[rank] = RingTopology()._rank
-            barrier.wait(10)
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert ranks == {rank: rank for rank in range(4)}
-
-
-def test_no_torch() -> None:
-    script = """
-import sys
-from decent_dp.topo import Edge, Topology, TopologyReg, make_topology
-for name in list(TopologyReg.registry):
-    topology = make_topology(name, local_world_size=2, world_size=8, rank=5)
-    topology.get_edge(3), topology.mixing_matrix(1), topology.fingerprint(), str(topology)
-assert "torch" not in sys.modules
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-
-
 # --- registry and make_topology
-
-
-def test_registered_names() -> None:
-    assert list(TopologyReg.registry) == NAMES
-    assert list(TopologyReg.registry.values()) == BUILT_IN
-    for name, cls in zip(NAMES, BUILT_IN, strict=True):
-        topology = make_topology(name, local_world_size=2, world_size=4, rank=3)
-        assert type(topology) is cls
-        assert (topology._local_world_size, topology._world_size, topology._rank, topology._n_nodes) == (2, 4, 3, 2)
 
 
 def test_register_decorator_and_direct_writing() -> None:
@@ -612,15 +529,11 @@ def test_unknown_name() -> None:
         make_topology("xyz", local_world_size=1, world_size=4, rank=0)
 
 
-@pytest.mark.parametrize("thing", [None, 3, ["ring"]])
+@pytest.mark.parametrize("thing", [None, 3, ["ring"], RingTopology])
 def test_neither_name_nor_topology(thing: Any) -> None:
-    with pytest.raises(TypeError, match=r"topology must be a registered name or a Topology, got"):
+    says = "this is a class, so pass its registered name" if thing is RingTopology else ""
+    with pytest.raises(TypeError, match=rf"topology must be a registered name or a Topology, got .*{says}"):
         make_topology(thing, local_world_size=1, world_size=4, rank=0)
-
-
-def test_class_in_place_of_a_name() -> None:
-    with pytest.raises(TypeError, match="this is a class, so pass its registered name or make one"):
-        make_topology(RingTopology, local_world_size=1, world_size=4, rank=0)  # type: ignore[arg-type]
 
 
 def test_registered_things_that_are_no_topology() -> None:

@@ -219,9 +219,6 @@ def test_bad_switches(parts, kind, says):
     [
         ("complete,ring", "'complete' must be a name and a number of updates, such as 'complete:500'"),
         ("complete:0,ring", "'complete:0' must be a name and a number"),
-        ("complete:-3,ring", "'complete:-3' must be"),
-        ("complete:many,ring", "'complete:many' must be"),
-        (":5,ring", "':5' must be"),
         (",ring", "'' must be"),
         (
             "complete:5,",
@@ -232,10 +229,7 @@ def test_bad_switches(parts, kind, says):
             r"topology 'complete:500;ring': unknown topology 'complete:500;ring': did you mean 'complete'\? Several are",
         ),
         ("complete:5,ring:", "topology 'complete:5,ring:': unknown topology 'ring:': did you mean 'ring'"),
-        ("a:5,complete:5,rnig", "topology 'a:5,complete:5,rnig': unknown topology 'a'"),
         ("complete:5", "its last part, 'complete:5', goes on for ever: give it without a number"),
-        ("complete:5,ring:7", "its last part, 'ring:7', goes on for ever"),
-        ("complete:5,rnig", r"unknown topology 'rnig': did you mean 'ring'\?"),
         ("rnig:5,complete", r"unknown topology 'rnig': did you mean 'ring'\?"),
         ("one-peer-exp:5,ring", "OnePeerExpTopology needs a power of two workers, got world_size=6"),
     ],

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +19,6 @@ from decent_dp.topo import (
     TopologyReg,
 )
 from decent_dp.topo.registry import names_that_fit, why_unfit
-from decent_dp.transport import run_replicas
 
 PERIODS = {1: 1, 2: 1, 3: 3, 5: 5, 6: 4, 7: 5, 12: 5, 20: 7, 24: 6, 25: 9, 33: 11, 48: 7, 63: 11, 64: 6, 100: 11, 127: 13}
 
@@ -140,25 +137,6 @@ def test_random_matching_seeds():
     assert one["name"] == "RandomMatchingTopology with seed 3"
     assert one["rounds"] != other["rounds"]
     assert repr(RandomMatchingTopology(2, world_size=4, seed=3)) == "RandomMatchingTopology(2, world_size=4, rank=0, seed=3)"
-
-
-def test_a_disagreement_about_the_seed_names_it():
-    from functools import partial
-
-    import torch
-
-    from decent_dp.ddp import DecentralizedDataParallel
-    from decent_dp.errors import DisagreementError
-
-    def wrap(transport: Any) -> str:
-        topology = RandomMatchingTopology(world_size=2, rank=transport.rank, seed=7 + transport.rank)
-        sgd = partial(torch.optim.SGD, lr=0.1)
-        with pytest.raises(DisagreementError) as info:
-            DecentralizedDataParallel(torch.nn.Linear(1, 1), sgd, topology=topology, transport=transport)
-        return str(info.value)
-
-    for text in run_replicas(2, wrap):
-        assert re.search(r"name is '\w+ with seed 7' on worker 0 and '\w+ with seed 8' on worker 1", text)
 
 
 def test_the_last_rounds_are_kept():

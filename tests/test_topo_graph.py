@@ -6,7 +6,6 @@ import random
 import subprocess
 import sys
 import time
-import tracemalloc
 from collections import Counter
 from typing import Any
 
@@ -92,20 +91,6 @@ def test_large_graphs_are_fast():
     assert time.process_time() - start < 10  # about one second
 
 
-def test_vizing_beyond_greedy():
-    """Graphs on which the first free colour, link by link, needs more than one round too many."""
-    worse = 0
-    for seed in range(40):
-        graph = nx.random_regular_graph(5, 24, seed=seed)
-        used: dict[tuple[int, int], int] = {}
-        for u, v in sorted(tuple(sorted(link)) for link in graph.edges):
-            taken = {colour for link, colour in used.items() if {u, v} & set(link)}
-            used[u, v] = next(colour for colour in range(99) if colour not in taken)
-        worse += max(used.values()) + 1 > 6
-        checked(graph)
-    assert worse > 5
-
-
 @given(st.integers(2, 12), st.floats(0.2, 1), st.integers(0, 10**6))
 @settings(max_examples=60)
 def test_the_order_of_nodes_and_links_does_not_matter(n, density, seed):
@@ -187,52 +172,7 @@ def test_workers_of_nodes():
     assert isinstance(RingTopology.from_graph(graph, world_size=4), GraphTopology)
 
 
-def test_with_a_process_group(workers):
-    assert workers(3, in_a_group) == [[0, 1], [0, 1], [1, 2]]
-
-
-def in_a_group(rank: int, n: int) -> list[int]:
-    with pytest.raises(ValueError, match="graph has 4 nodes, but world_size=3"):
-        Topology.from_graph(nx.cycle_graph(4))
-    topology = Topology.from_graph(nx.path_graph(3))
-    return topology.get_edge(0 if rank < 2 else 1).ranks
-
-
-def test_the_rank_is_the_process_groups(workers):
-    """Also where the number of workers is given, as in a script that knows it."""
-    assert workers(3, given_its_size) == [([0, 1], 0), ([0, 1], 1), ([2], 2)]
-
-
-def given_its_size(rank: int, n: int) -> tuple[list[int], int]:
-    topology = Topology.from_graph(nx.path_graph(3), world_size=3)
-    assert Topology.from_graph(nx.path_graph(4), world_size=4)._rank == 0
-    assert Topology.from_graph(nx.path_graph(3), world_size=3, rank=1)._rank == 1
-    return topology.get_edge(0).ranks, topology._rank
-
-
 # -- rounds that are made when they are looked up --------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_thousands_of_rounds_cost_nothing_before_they_are_looked_up():
-    """All edges of either would be 8 and 16 million."""
-    start = time.process_time()
-    star = Topology.from_graph(nx.star_graph(4095), rank=7)
-    ring = RingTopology(world_size=4095, rank=7)
-    assert (star.period, ring.period) == (4095, 4095)
-    assert (star.get_edge(6), star.get_edge(4095 + 7)) == (Edge([0, 7], 0.5), Edge([7], 1.0))
-    assert (ring.get_edge(7), ring.get_edge(8), ring.get_edge(2 * 4095 + 6)) == (
-        Edge([7], 1),
-        Edge([6, 7], 0.5),
-        Edge([7, 8], 0.5),
-    )
-    tracemalloc.start()
-    for t in range(100):
-        assert len(ring.round(t)) == 2048
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 25e6  # some rounds are kept
-    assert time.process_time() - start < 20  # about two
 
 
 @pytest.mark.parametrize("topology", [RingTopology(world_size=9, rank=4), Topology.from_graph(nx.petersen_graph(), rank=4)])
@@ -268,18 +208,37 @@ def test_graphs_that_differ_late_have_other_fingerprints():
     assert prints[0] == prints[2]
 
 
+def test_a_rank_is_the_process_groups_if_it_has_as_many_workers(workers):
+    assert workers(3, in_a_group) == [([0, 1], 0), ([0, 1], 1), ([2], 2)]
+
+
+def in_a_group(rank: int, n: int) -> tuple[list[int], int]:
+    with pytest.raises(ValueError, match="graph has 4 nodes, but world_size=3"):
+        Topology.from_graph(nx.cycle_graph(4))
+    assert Topology.from_graph(nx.path_graph(3))._rank == rank
+    topology = Topology.from_graph(nx.path_graph(3), world_size=3)
+    assert Topology.from_graph(nx.path_graph(4), world_size=4)._rank == 0
+    assert Topology.from_graph(nx.path_graph(3), world_size=3, rank=1)._rank == 1
+    return topology.get_edge(0).ranks, topology._rank
+
+
 def test_needs_neither_networkx_nor_torch():
+    """Nor does any other topology. Of thousands of rounds none is made before it is looked up: here 16 million edges."""
     script = """
 import sys
-from decent_dp.topo import Topology
+from decent_dp.topo import RingTopology, Topology, TopologyReg, make_topology
 
 class Graph:
     nodes, edges = range(3), [(0, 1), (2, 1)]
     is_directed = is_multigraph = lambda self: False
 
 print(Topology.from_graph(Graph()))
+for name in TopologyReg.registry:
+    topology = make_topology(name, local_world_size=2, world_size=8, rank=5)
+    topology.get_edge(3), topology.mixing_matrix(1), topology.fingerprint(), str(topology)
+assert RingTopology(world_size=4095, rank=7).get_edge(2 * 4095 + 6).ranks == [7, 8]
 assert "torch" not in sys.modules and "networkx" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[1:] == ["  round 0: (0 1) 0.5  (2) idle", "  round 1: (1 2) 0.5  (0) idle"]
