@@ -28,13 +28,8 @@ from decent_dp.checkpoint import Preemption, latest, load, save
 from decent_dp.checkpoint.preempt import _StopRequest, _StopVote
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.transport import InProcessTransport, run_replicas
-<<<<<<< HEAD
-from tests.helpers import ROOT, SGD, alone, broken_store, loss, net, silent_store, values
-from tests.workers import hear, say
-=======
 from tests.checkpoint_cases import error_of, on
-from tests.helpers import SGD, alone, broken_store, loss, net, silent_store, values
->>>>>>> b1418bdc (Tests of stops, exports and checkpoints of format 3: of threads where no process is needed, each once)
+from tests.helpers import ROOT, SGD, alone, broken_store, loss, net, silent_store, values
 
 
 @pytest.fixture(autouse=True)
