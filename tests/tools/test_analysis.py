@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError
 
 import networkx as nx
 import numpy as np
@@ -25,7 +25,6 @@ from decent_dp.topo import (
     HierarchicalTopology,
     RandomMatchingTopology,
     RingTopology,
-    SwitchTopology,
     Topology,
     TopologyReg,
     make_topology,
@@ -258,41 +257,6 @@ def test_decay_is_measured_down_to_rounding_and_no_further():
     assert analyse(Slow(world_size=3)).rate == pytest.approx(0.25, rel=1e-3)
 
 
-class Cycle(Topology):
-    """Its rounds are made one by one, and it has a period."""
-
-    asked = 0
-
-    @property
-    def period(self) -> int:
-        return 7
-
-    def round(self, t: int) -> list[Edge]:
-        self.asked += 1
-        n = self._world_size
-        return [Edge([t % 7 + i, (t + 3) % 7 + i], 0.5) for i in range(0, n, 7)] + [
-            Edge([rank], 1.0) for rank in range(n) if rank % 7 not in (t % 7, (t + 3) % 7)
-        ]
-
-
-def test_custom_rounds_with_a_period():
-    topology = Cycle(world_size=7)
-    found = analyse(topology)
-    p = np.eye(7)
-    for t in range(7):
-        p = topology.mixing_matrix(t) @ p
-    rest = p - 1 / 7
-    assert found.period == 7
-    assert found.spectral_gap == pytest.approx(1 - np.linalg.norm(rest, 2))
-    assert found.rate == pytest.approx(abs(np.linalg.eigvals(rest)).max() ** (1 / 7))
-    assert found.degree == 2
-    np.testing.assert_allclose(mixing_matrix(topology), p, atol=1e-14)
-    topology.asked = 0
-    consensus_error(topology, 70)
-    assert topology.asked <= 7  # those of a period are made once
-    assert analyse(topology.every(3)).spectral_gap == found.spectral_gap
-
-
 @pytest.mark.parametrize("epsilon", [0.3, 1e-2, 1e-5])
 @pytest.mark.parametrize("topology", [RingTopology(world_size=12), RingTopology(world_size=7), graph(nx.petersen_graph())])
 def test_powers_find_the_round_that_step_by_step_finds(topology, epsilon):
@@ -361,13 +325,6 @@ def test_figures_by_hand():
 # -- sizes and bad input ---------------------------------------------------------------------------------------------------
 
 
-def test_more_workers_are_refused():
-    with pytest.raises(
-        ValueError, match="RingTopology has 1026 workers: analyse takes at most 1024, as its matrices are dense"
-    ):
-        analyse(RingTopology(world_size=1026))
-
-
 @pytest.mark.parametrize(
     ("options", "kind", "says"),
     [
@@ -375,25 +332,13 @@ def test_more_workers_are_refused():
         ({"payload": "1"}, TypeError, "payload must be a size, at least 0, got '1'"),
         ({"epsilon": 0.0}, ValueError, r"epsilon must be between 0 and 1, got 0\.0"),
         ({"limit": 0}, ValueError, "limit must be a whole number, at least 1, got 0"),
+        ({"topology": "ring"}, TypeError, "analyse takes a Topology, got 'ring'"),
+        ({"topology": RingTopology(world_size=1026)}, ValueError, "RingTopology has 1026 workers: analyse takes at most 1024"),
     ],
 )
 def test_bad_arguments(options, kind, says):
     with pytest.raises(kind, match=says):
-        analyse(RingTopology(world_size=4), **options)
-
-
-def test_takes_a_topology_and_scales_with_the_payload():
-    with pytest.raises(TypeError, match="analyse takes a Topology, got 'ring'"):
-        analyse("ring")  # type: ignore[arg-type]
-    one, many = (
-        analyse(SwitchTopology((RingTopology(world_size=6), 3), CompleteTopology(world_size=6)), payload=p) for p in (1, 8)
-    )
-    assert replace(many, sent_by_worker=0.0, sent_by_node=0.0, fan_in=0.0) == replace(
-        one, sent_by_worker=0.0, sent_by_node=0.0, fan_in=0.0
-    )
-    assert (many.sent_by_worker, many.sent_by_node, many.fan_in) == pytest.approx(
-        (8 * one.sent_by_worker, 8 * one.sent_by_node, 8 * one.fan_in)
-    )
+        analyse(**{"topology": RingTopology(world_size=4), **options})
 
 
 # -- without some workers --------------------------------------------------------------------------------------------------

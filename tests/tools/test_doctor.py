@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from decent_dp.errors import PeerError
 from decent_dp.tools.cli import doctor, main
@@ -27,7 +26,6 @@ from decent_dp.tools.cli.screen import number
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeRequest, Handle, process_group
 from decent_dp.transport.peer_errors import UnreachableError
-from tests.tools.test_cli import links
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "COLUMNS", "FORCE_COLOR")
 CLEAN = {**{k: v for k, v in os.environ.items() if k not in VARIABLES}, "OMP_NUM_THREADS": "1"}
@@ -55,15 +53,6 @@ MEASURING = r"decent-dp: measuring ([^,\n]+?) takes about ([^;\n]+); --seconds-a
 
 
 # -- real launches ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_four_workers_print_one_json_document() -> None:
-    done = start(4, "--json", "--seconds-a-pair", "0.1")
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
-    check(document, 4)
-    assert re.findall(MEASURING, done.stderr) == [("6 pairs of workers", "1 s")]
 
 
 @pytest.mark.slow
@@ -259,42 +248,6 @@ def test_a_file_that_cannot_be_written_does_not_suppress_the_report(workers: Any
     assert all(seconds < 45 for *_, seconds in results)  # in order: no worker waits 60 s for one that has exited
 
 
-class Gone(io.StringIO):
-    def write(self, text: str) -> int:
-        raise BrokenPipeError
-
-
-def with_a_reader_that_goes(rank: int, n: int, path: str) -> Any:
-    began, out = time.monotonic(), Gone()
-    out.fileno = lambda: os.open(os.devnull, os.O_WRONLY)  # type: ignore[method-assign]
-    with contextlib.redirect_stdout(out):
-        code = main(["doctor", "--seconds-a-pair", "0.05", "--out", path])
-    return code, time.monotonic() - began
-
-
-def test_a_closed_pipe_does_not_prevent_the_file(workers: Any, tmp_path: Path) -> None:
-    results = workers(2, with_a_reader_that_goes, str(tmp_path / "links.json"))
-    assert [code for code, _ in results] == [0, 0]
-    check(json.loads((tmp_path / "links.json").read_text()), 2)
-    assert all(seconds < 45 for _, seconds in results)
-
-
-def without_a_driver(rank: int, n: int) -> Any:
-    def fail(self: Any, *_: Any) -> None:
-        raise RuntimeError("the driver is broken here")
-
-    if rank == 1:
-        os.environ["RANK"] = "1"
-        Probe.__init__ = fail  # type: ignore[method-assign]
-    return the_command(rank, n, "--timeout", "30" if rank == 1 else "1")
-
-
-def test_a_worker_that_cannot_begin_says_why(workers: Any) -> None:
-    outcomes = workers.outcomes(2, without_a_driver)
-    assert outcomes[1].value[:1] == (1,)
-    assert outcomes[1].value[2] == "decent-dp: worker 1: the driver is broken here\n"
-
-
 def killed_on_the_way(rank: int, n: int, who: int) -> Any:
     if rank == who:
         Probe._measure = lambda self, *_: os._exit(9)  # type: ignore[method-assign, assignment]
@@ -311,22 +264,6 @@ def test_a_worker_that_is_killed_meanwhile(workers: Any, who: int) -> None:
     words = "".join(err for _, _, err, _ in results)
     assert re.fullmatch(("" if who == 0 else MEASURING) + 2 * BROKEN_OFF, words)
     assert all(seconds < 14 for *_, seconds in results)  # a silent one is waited for 16 s
-
-
-def killed_with_the_store(rank: int, n: int, port: int) -> Any:
-    """Without a launcher that hosts the store, worker 0 hosts it."""
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=n)
-    return killed_on_the_way(rank, n, 0)
-
-
-def test_worker_0_exits_with_the_store(workers: Any) -> None:
-    first, *others = workers.outcomes(3, killed_with_the_store, free_port())
-    assert first.exitcode == 9
-    assert [other.value[:2] for other in others] == [(1, "")] * 2
-    assert re.fullmatch(BROKEN_OFF, others[0].value[2])
-    assert "Where no launcher keeps it worker 0 does: look there first." in others[0].value[2]
-    assert re.fullmatch(BROKEN_OFF, others[1].value[2])
 
 
 def free_port() -> int:
@@ -412,20 +349,3 @@ def test_many_pairs_that_do_not_reach_each_other(capsys: pytest.CaptureFixture[s
     assert ", 2 and 5, and 6 more pairs; --json has all\n" in out
     assert err.count("\n") == 10
     assert "between nodes" not in out
-
-
-def test_the_planner_reads_the_written_file(tmp_path: Path) -> None:
-    from decent_dp.tools.planner import Cluster
-
-    cards = [{"host": "h", "device": "cpu", "python": "3", "torch": "2", "decent_dp": "1"}] * 8
-    found = {pair: Pair(70e-6, 940e6 / 8 * (1 if pair[0] // 4 != pair[1] // 4 else 10)) for pair in pairs(8, 4)}
-    document = doctor._document(cards, [0] * 4 + [1] * 4, "gloo", found, 1.0)
-    assert {key: document[key] for key in ("format", "nodes", "world_size")} == {
-        key: links(8, 4)[key] for key in ("format", "nodes", "world_size")
-    }
-    path = tmp_path / "links.json"
-    path.write_text(json.dumps(document))
-    cluster = Cluster.from_measured(path)
-    assert cluster.inter.bytes_per_s == pytest.approx(940e6 / 8)
-    assert cluster.intra.bytes_per_s == pytest.approx(9400e6 / 8)
-    assert cluster.inter.latency_s == pytest.approx(70e-6)

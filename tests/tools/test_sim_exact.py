@@ -63,34 +63,12 @@ def test_some_topologies_models_and_optimizers(workers):
     assert all(cluster.vectorized for cluster in hold(workers, 4, cases))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("n", "ways"), [(4, 2), (8, 1)])
-def test_every_topology_model_and_optimizer(workers, n, ways):
-    cases = crossed(NAMES, MODELS, ways)
-    assert {(case.topology, case.model) for case in cases} == {(topology, model) for topology in NAMES for model in MODELS}
-    # Each way meets each model, and with two ways each topology.
-    assert len({(case.model, case.optimizer, case.dtype) for case in cases}) == len(MODELS) * len(WAYS)
-    met = {(case.topology, case.optimizer, case.dtype) for case in cases}
-    assert len(met) == len(NAMES) * len(WAYS) * ways // 2
-    assert all(cluster.vectorized for cluster in hold(workers, n, cases))
-
-
-@pytest.mark.slow
-def test_numbers_of_workers_that_are_no_power_of_two(workers):
-    names = ["complete", "ring", "base-2", "random-matching", "hierarchical", "graph"]
-    cases = [
-        Case(topology, model, optimizer, local=local, options={"overlap": overlap})
-        for topology, model, optimizer, overlap in (
-            (topology, model, optimizer, overlap)
-            for topology in names
-            for model, optimizer, overlap in (("conv", "momentum", True), ("mlp", "adamw", False))
-        )
-        for local in ((1, 2, 3) if topology == "hierarchical" else (1,))
-    ]
-    hold(workers, 6, cases)
-    hold(workers, 5, [case for case in cases if case.local == 1])
-
-
+ODD = [
+    Case(topology, model, optimizer, local=local, options={"overlap": overlap})
+    for topology in ("complete", "ring", "base-2", "random-matching", "hierarchical", "graph")
+    for model, optimizer, overlap in (("conv", "momentum", True), ("mlp", "adamw", False))
+    for local in ((1, 2, 3) if topology == "hierarchical" else (1,))
+]
 WIRED = [
     *(
         Case(t, "mlp", "sgd", options={"compression": compression})
@@ -116,15 +94,20 @@ WIRED = [
 ]
 
 
+EVERY = {
+    "all of four": (4, crossed(NAMES, MODELS, 2)),
+    "all of eight": (8, crossed(NAMES, MODELS, 1)),
+    "six": (6, ODD),
+    "five": (5, [case for case in ODD if case.local == 1]),
+    "compressed, four": (4, WIRED),
+    "compressed, eight": (8, WIRED[::2]),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("n", "cases"),
-    [(4, WIRED), (8, WIRED[::2])],
-    ids=["4", "8"],
-)
-def test_lossy_wires(workers, n, cases):
-    clusters = hold(workers, n, cases)
-    assert all(cluster.vectorized for cluster in clusters)
+@pytest.mark.parametrize("name", EVERY)
+def test_every_topology_model_optimizer_and_compression(workers, name):
+    assert all(cluster.vectorized for cluster in hold(workers, *EVERY[name]))
 
 
 SPECIAL = [

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import unequal_sim
 from benchmarks.unequal_sim import BATCH, LR, MOMENTUM, VirtualTime, figures, loss_of_mean, partners_of
 from decent_dp.tools.sim import Batches, VirtualCluster, digits, dirichlet_split
 from decent_dp.tools.sim.experiment import HIDDEN, make_model
@@ -26,13 +25,6 @@ def drawn(seconds: np.ndarray) -> Callable[[int], float]:
     """Durations (steps, workers)."""
     counts = [itertools.count() for _ in range(seconds.shape[1])]
     return lambda i: float(seconds[next(counts[i]), i])
-
-
-@pytest.mark.parametrize("tolerates", [False, True])
-def test_equal_speeds_lose_nothing(tolerates: bool) -> None:
-    run = VirtualTime(partners_of("base-2", 16), lambda i: 0.25, tolerates=tolerates)
-    run.run(30.0)
-    assert figures(run, 0.0, 30.0) == {"paces": [1.0] * 16, "parts": [1.0] * 16}
 
 
 @pytest.mark.parametrize("name", ["base-2", "ring", "one-peer-exp"])
@@ -60,18 +52,6 @@ def test_two_that_wait_go_at_the_pace_of_the_slower_one() -> None:
         run.run(400.0)
         paces = figures(run, 200.0, 400.0)["paces"]
         assert paces == [pytest.approx(pace, abs=0.03), pytest.approx(1.0, abs=0.03)]
-
-
-def test_a_tenth_of_the_time_is_waited_for() -> None:
-    """On average: a worker may also use patience that it has kept. And no round comes twice."""
-    for name, anew in itertools.product(("base-2", "ring"), (False, True)):
-        durations = unequal_sim.durations(16, 0.7, anew=anew, seed=3)
-        run = VirtualTime(partners_of(name, 16), durations, tolerates=True)
-        run.run(400.0)
-        assert min(figures(run, 200.0, 400.0)["paces"]) > 0.8
-        for worker in run.workers:
-            rounds = [round_ for round_, _ in worker.updates]
-            assert rounds == sorted(set(rounds))
 
 
 def test_real_workers_keep_the_same_pace() -> None:
@@ -115,17 +95,3 @@ def test_the_figures_are_those_of_the_page() -> None:
         assert own["pace"] > 0.9
         assert own["loss"] < waiting["loss"]
         assert own["slowest_pace"] > waiting["slowest_pace"]
-
-
-@pytest.mark.slow
-def test_the_command_gives_the_committed_figures() -> None:
-    """Those of virtual time, of three lines."""
-    for line in committed()[::5]:
-        for tolerates, key in ((False, "waiting"), (True, "tolerant")):
-            arguments = line["topology"], line["sigma"]
-            runs = [
-                unequal_sim.measure(*arguments, seed, anew=line["drawn"] != "once", tolerates=tolerates, learns=False)
-                for seed in unequal_sim.SEEDS
-            ]
-            for figure in runs[0]:
-                assert fmean(run[figure] for run in runs) == pytest.approx(line[key][figure], rel=1e-3), line
