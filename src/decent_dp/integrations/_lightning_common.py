@@ -41,7 +41,16 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-__all__ = ["NOTE", "GossipArguments", "LightningOverSurvivors", "load_own", "load_replicas", "remove_replicas", "save_replicas"]
+__all__ = [
+    "NOTE",
+    "GossipArguments",
+    "LightningOverSurvivors",
+    "load_own",
+    "load_replicas",
+    "mean_state",
+    "remove_replicas",
+    "save_replicas",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -143,12 +152,12 @@ class LightningOverSurvivors(Strategy):  # type: ignore[misc]
         if control is None or (replica is None and len(control.ranks) == self.world_size):
             return None
         if replica is None:
-            return self.alone(control.ranks)
+            return self._alone_among(control.ranks)
         if self._of_replica is None or self._of_replica[0] is not replica:
             self._of_replica = replica, SurvivorCollectives(self.global_rank, replica, regrouped=self._take_over)
         return self._of_replica[1]
 
-    def alone(self, ranks: Sequence[int]) -> SurvivorCollectives:
+    def _alone_among(self, ranks: Sequence[int]) -> SurvivorCollectives:
         """The collectives of this worker only; ``ranks``: of those that live."""
         return SurvivorCollectives(self.global_rank, None, ranks, regrouped=self._take_over)
 
@@ -208,7 +217,7 @@ class LightningOverSurvivors(Strategy):  # type: ignore[misc]
             raise ValueError(
                 "all_gather(sync_grads=True) sends gradients to other workers, which faults= does not: leave it out"
             )
-        return torch.stack(self.gather_tensors(tensor))
+        return torch.stack(self._gather_tensors(tensor))
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         survivors = self.survivors()
@@ -217,7 +226,7 @@ class LightningOverSurvivors(Strategy):  # type: ignore[misc]
         decisions = survivors.gather(bool(decision))
         return False not in decisions if all else True in decisions
 
-    def gather_tensors(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+    def _gather_tensors(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
         """The tensors of all workers, for torchmetrics."""
         survivors = self._survivors_of(group)
         if survivors is None:
@@ -230,7 +239,7 @@ class LightningOverSurvivors(Strategy):  # type: ignore[misc]
         """Inside, the metrics of torchmetrics in ``module`` gather among the living workers."""
 
         def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
-            return self.gather_tensors(tensor, group)
+            return self._gather_tensors(tensor, group)
 
         changed = [part for part in module.modules() if isinstance(part, Metric) and part.dist_sync_fn is None]
         for metric in changed:
@@ -261,7 +270,8 @@ def save_replicas(
     path: str | os.PathLike[str],
     replicas: Mapping[str, Gossip],
     own: dict[str, Any],
-    write: Callable[[Any], None],
+    contents: dict[str, Any],
+    storage_options: Any,
 ) -> None:
     """Saves replicas in a folder beside ``path``, and then the file itself. Called by all workers.
 
@@ -272,7 +282,7 @@ def save_replicas(
         path: worker 0's is used. Others may differ, because ModelCheckpoint puts each worker's own metrics into file names.
         replicas: of this run, by the names of their models in the file.
         own: what this worker alone gets back: the states of its schedulers, of its data loaders, ...
-        write: writes the file with the note that it is given, to its own ``path``; called on worker 0.
+        contents: of the file, which worker 0 writes to its own ``path``, with a note of the replicas.
 
     Raises:
         ValueError: the path is not on a disk.
@@ -292,9 +302,19 @@ def save_replicas(
         call_on_all(control, partial(_written, file, partial(strategy.checkpoint_io.save_checkpoint, own, own_file)))
         for number, replica in enumerate(replicas.values()):
             save_again(replica, partial(save, replica, folder / f"replica-{number}", keep=1))
-        note = {"replicas": name, "models": list(replicas), "workers": len(ranks)}
-        call_on_all(control, partial(_written, file, partial(write, note) if strategy.is_global_zero else _nothing))
+        note = {NOTE: {"replicas": name, "models": list(replicas), "workers": len(ranks)}}
+        write = partial(strategy.checkpoint_io.save_checkpoint, {**contents, **note}, path, storage_options=storage_options)
+        call_on_all(control, partial(_written, file, write if strategy.is_global_zero else lambda: None))
     remove_replicas(strategy, file, keep=name)
+
+
+def mean_state(replicas: Iterable[Gossip], read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """A copy of the state dict that ``read()`` returns where these replicas are their means. Called by all workers."""
+    with contextlib.ExitStack() as scope:
+        for replica in replicas:
+            if replica.mean.backup is None:
+                scope.enter_context(replica.averaged())
+        return {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in read().items()}
 
 
 def remove_replicas(strategy: Any, path: str | os.PathLike[str], keep: str | None = None) -> None:
@@ -364,10 +384,6 @@ def _saved_beside(path: str | os.PathLike[str]) -> Path:
 
 def _own_file(folder: Path, rank: int) -> Path:
     return folder / f"lightning-{rank:05d}.ckpt"
-
-
-def _nothing() -> None:
-    """What the workers write that do not write the file."""
 
 
 def _written(path: object, call: Callable[[], object]) -> None:

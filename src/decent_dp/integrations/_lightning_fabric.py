@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 from decent_dp.integrations import _lightning_common  # noqa: F401  says what to install, before the imports below fail
@@ -19,6 +20,7 @@ from decent_dp.integrations._lightning_common import (
     LightningOverSurvivors,
     load_own,
     load_replicas,
+    mean_state,
     remove_replicas,
     save_replicas,
 )
@@ -81,12 +83,8 @@ class GossipFabricStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy)
         raise RuntimeError("a round follows an optimizer's step: set both up together, fabric.setup(model, optimizer).")
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        with contextlib.ExitStack() as scope:
-            for replica in self.replicas:
-                if replica.model is module and not replica.life.closed and replica.mean.backup is None:
-                    scope.enter_context(replica.averaged())
-            state = super().get_module_state_dict(module)
-            return {key: value.detach().clone() if hasattr(value, "detach") else value for key, value in state.items()}
+        own = [replica for replica in self.replicas if replica.model is module and not replica.life.closed]
+        return mean_state(own, partial(super().get_module_state_dict, module))
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
         """Writes the file, with the mean, and the replicas that are in ``state`` beside it. Called by all workers."""
@@ -97,11 +95,7 @@ class GossipFabricStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy)
             return
         converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
         own = {key: value for key, value in converted.items() if not isinstance(state[key], (nn.Module, Optimizer))}
-
-        def write(note: Any) -> None:
-            self.checkpoint_io.save_checkpoint({**converted, NOTE: note}, path, storage_options=storage_options)
-
-        save_replicas(self, path, replicas, own, write)
+        save_replicas(self, path, replicas, own, converted, storage_options)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None

@@ -20,7 +20,7 @@ from decent_dp.replica.replica import Replica
 from decent_dp.serialization import decode, encode
 from decent_dp.transport import Collectives
 
-__all__ = ["SurvivorCollectives", "save_again"]
+__all__ = ["LeftOut", "SurvivorCollectives", "save_again"]
 
 T = TypeVar("T")
 
@@ -128,6 +128,29 @@ class SurvivorCollectives:
             own = make(self._control)
         self._regrouped()
         return own
+
+
+class LeftOut:
+    """The rounds for which this worker was out; a framework counts them as steps.
+
+    Args:
+        replica: in training.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._taken = 0
+        self.take()
+
+    def take(self) -> int:
+        """How many since the last call."""
+        before, self._taken = self._taken, self._replica.cadence.left_out(self._replica.engine.round)
+        return self._taken - before
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the others are in a later round."""
+        return self._replica.cadence.is_behind(self._replica.engine.round)
 
 
 def save_again(replica: Replica, save: Callable[[], Saving]) -> None:

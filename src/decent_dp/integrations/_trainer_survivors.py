@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import Trainer
 
 from decent_dp import Gossip
-from decent_dp.integrations._survivors import SurvivorCollectives
+from decent_dp.integrations._survivors import LeftOut, SurvivorCollectives
 
 __all__ = ["TrainerOverSurvivors"]
 
@@ -37,8 +37,8 @@ class TrainerOverSurvivors:
     def __init__(self, trainer: Trainer, replica: Gossip) -> None:
         self._trainer, self._replica = trainer, replica
         self._survivors = SurvivorCollectives(replica.world.rank, replica, regrouped=self._regroup)
-        # Rounds left out so far, and of them those since the last log, and those whose batches are still to be left out.
-        self._left_out = replica.cadence.left_out(replica.engine.round)
+        self._lost = LeftOut(replica)
+        # Of the rounds left out those since the last log, and those whose batches are still to be left out.
         self._unlogged = self._to_skip = 0
         # Whether batches of this epoch were left out, and the step before it.
         self._skips, self._epoch_began = False, trainer.state.global_step
@@ -62,10 +62,9 @@ class TrainerOverSurvivors:
 
     def count_steps(self) -> None:
         """After a step: the rounds that this worker has left out are steps, too."""
-        trainer, replica = self._trainer, self._replica
-        replica.catch_up()
-        before, self._left_out = self._left_out, replica.cadence.left_out(replica.engine.round)
-        lost = self._left_out - before
+        trainer = self._trainer
+        self._replica.catch_up()
+        lost = self._lost.take()
         trainer.state.global_step += lost
         self._unlogged += lost
         self._to_skip += lost
@@ -194,7 +193,7 @@ class TrainerOverSurvivors:
         @functools.wraps(log)
         def wrapped(tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
             trainer, control = self._trainer, self._trainer.control
-            if self._replica.cadence.is_behind(self._replica.engine.round):
+            if self._lost.is_behind:
                 control.should_log = control.should_evaluate = control.should_save = False
             steps = trainer.state.global_step - trainer._globalstep_last_logged
             if control.should_log and steps > 0:

@@ -21,8 +21,6 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from decent_dp import Gossip, Preemption
 from decent_dp.checkpoint.random_states import random_states, set_random_states
 from decent_dp.errors import PeerError
@@ -32,11 +30,12 @@ from decent_dp.integrations._lightning_common import (
     LightningOverSurvivors,
     load_own,
     load_replicas,
+    mean_state,
     remove_replicas,
     save_replicas,
 )
 from decent_dp.integrations._lightning_fabric import GossipFabricStrategy
-from decent_dp.integrations._survivors import SurvivorCollectives
+from decent_dp.integrations._survivors import LeftOut, SurvivorCollectives
 from decent_dp.replica.shards import is_sharded
 
 if TYPE_CHECKING:
@@ -89,8 +88,7 @@ class GossipStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy):  # t
         # The checkpoint file of this resume with its note, and the random states that it had.
         self._resumed: tuple[Any, Any] | None = None
         self._random: dict[str, Any] | None = None
-        # Rounds that were left out before the present step.
-        self._left_out = 0
+        self._lost: LeftOut | None = None
 
     # -- setup and teardown -------------------------------------------------------------------------------------------
 
@@ -116,7 +114,7 @@ class GossipStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy):  # t
                 "one worker has no neighbours, and trains alone: pass Trainer(devices=...), or start more with torchrun"
             )
         self.replica = self.make_replica(self.lightning_module, self.optimizers)
-        self._left_out, self._random = 0, None
+        self._lost, self._random = LeftOut(self.replica), None
         self._contexts.enter_context(_Stops(self, trainer, self.replica))
         if self.replica.survivors is not None:
             self._contexts.enter_context(self.survivor_metrics(self.lightning_module))
@@ -172,7 +170,7 @@ class GossipStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy):  # t
         return self._current.no_sync() if self._training else contextlib.nullcontext()
 
     def on_train_start(self) -> None:
-        self._take_lost()  # a checkpoint that was loaded is of a later round
+        self._lost = LeftOut(self._current)  # a checkpoint that was loaded is of a later round
         if self._random is not None and self._trainer.fit_loop.restarted_mid_epoch:
             # The data loader's new iterator has drawn a seed, which the uninterrupted run has drawn at the epoch's start.
             set_random_states(self._random, self.lightning_module)
@@ -188,8 +186,9 @@ class GossipStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy):  # t
     def _leave_out_batches(self) -> None:
         """After a step: leaves out what belongs to the rounds that this worker has left out, up to the end of the epoch."""
         trainer, replica = self._trainer, self._current
+        assert self._lost is not None
         replica.catch_up()
-        lost = self._take_lost()
+        lost = self._lost.take()
         loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
         for _ in range(lost):
             _count_steps(loop, 1)
@@ -200,16 +199,11 @@ class GossipStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy):  # t
             loop.update_lr_schedulers("step", update_plateau_schedulers=False)
         if lost:
             loop.batch_progress.is_last_batch = fetcher.done
-        if replica.cadence.is_behind(replica.engine.round) and not fetcher.done:
+        if self._lost.is_behind and not fetcher.done:
             loop._skip_next_val = True
             for callback in trainer.callbacks:
                 if isinstance(callback, ModelCheckpoint):
                     callback._last_global_step_saved = trainer.global_step + 1  # the one that ends now
-
-    def _take_lost(self) -> int:
-        """The rounds that this worker has left out since the last call."""
-        before, self._left_out = self._left_out, self._current.cadence.left_out(self._current.engine.round)
-        return self._left_out - before
 
     def end_epoch(self) -> None:
         """Whether to stop, and the number of the epoch, are those of all workers: one that was out may be in an earlier one."""
@@ -220,7 +214,8 @@ class GossipStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy):  # t
         trainer.should_stop = any(stops for stops, _ in found)
         later = max(epoch for _, epoch in found) - progress.current.processed
         _count(progress, later)
-        _count_steps(trainer.fit_loop.epoch_loop, self._take_lost())  # the next epoch begins with all of its batches
+        assert self._lost is not None
+        _count_steps(trainer.fit_loop.epoch_loop, self._lost.take())  # the next epoch begins with all of its batches
 
     # -- the mean -----------------------------------------------------------------------------------------------------
 
@@ -245,12 +240,7 @@ class GossipStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy):  # t
         if not self._training or self._alone:
             state: dict[str, Any] = super().lightning_module_state_dict()
             return state
-        with contextlib.ExitStack() as scope:
-            if self._current.mean.backup is None:
-                scope.enter_context(self._current.averaged())
-            state = super().lightning_module_state_dict()
-            state = {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-        self._mean = state
+        self._mean = state = mean_state([self._current], super().lightning_module_state_dict)
         return state
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -267,11 +257,7 @@ class GossipStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy):  # t
             return
         # A state dict that a callback has put there (a moving average) is this worker's.
         own = {key: value for key, value in checkpoint.items() if key != "optimizer_states" and value is not mean}
-
-        def write(note: Any) -> None:
-            self.checkpoint_io.save_checkpoint({**checkpoint, NOTE: note}, filepath, storage_options=storage_options)
-
-        save_replicas(self, filepath, {_MODEL: self._current}, own, write)
+        save_replicas(self, filepath, {_MODEL: self._current}, own, checkpoint, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
@@ -313,7 +299,7 @@ class GossipStrategy(GossipArguments, LightningOverSurvivors, DDPStrategy):  # t
     def survivors(self) -> SurvivorCollectives | None:
         if not self._alone:
             return super().survivors()
-        return self.alone(range(self.world_size) if self._last_control is None else self._last_control.ranks)
+        return self._alone_among(range(self.world_size) if self._last_control is None else self._last_control.ranks)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -368,7 +354,7 @@ class _Stops:
         trainer, connector = self._trainer, self._connector
         self._stop.__enter__()
         loop = trainer.fit_loop.epoch_loop
-        loop._broadcast_sigterm_tensor, loop.on_advance_end = _nothing, self._on_advance_end
+        loop._broadcast_sigterm_tensor, loop.on_advance_end = (lambda: None), self._on_advance_end
         trainer.fit_loop.on_advance_end = self._on_epoch_end
         connector._sigterm_notifier_fn, connector._slurm_sigusr_handler_fn = self._on_sigterm, self._on_requeue
         for callback in trainer.callbacks:
@@ -439,10 +425,6 @@ def _count_steps(loop: Any, number: int) -> None:
     """These steps of the optimizer count as made."""
     _count(loop.automatic_optimization.optim_progress.optimizer.step, number, ("ready", "completed"))
     loop._batches_that_stepped += number
-
-
-def _nothing() -> None:
-    """In place of a broadcast."""
 
 
 GossipStrategy.register_strategies(StrategyRegistry)

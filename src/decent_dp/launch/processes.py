@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,70 +108,61 @@ def run_workers(
         results: the folder in which each worker leaves a file with its rank for a name: without it none has ended well.
     """
     store = store_on()
-    with tempfile.TemporaryDirectory(prefix="decent-dp-") as notes, _Signals(signals) as heard:
+    with tempfile.TemporaryDirectory(prefix="decent-dp-") as notes, _noted(signals) as heard:
         workers: list[_Worker] = []
         begun, deadline = True, float("inf")
         try:
             for rank in range(nproc):
-                variables = worker_variables(rank, nproc, store.port)
-                workers.append(_Worker(rank, variables, Path(notes) / str(rank), results, command, max_restarts, attempt))
-            while not heard.number and time.monotonic() < deadline and not all(worker.is_over for worker in workers):
+                worker = _Worker(rank, Path(notes) / str(rank), results, worker_variables(rank, nproc, store.port))
+                worker.start(command, attempt, max_restarts)
+                workers.append(worker)
+            while not heard and time.monotonic() < deadline and not all(worker.is_over for worker in workers):
                 for worker in workers:
                     failure = worker.poll()
-                    members = look(f"127.0.0.1:{store.port}") if failure is not None and begun else None
                     if failure is None:
                         continue
+                    members = look(f"127.0.0.1:{store.port}") if begun else None
                     if members is None:
                         begun = False
                         # A worker that has lost another is not the cause, which is heard of in a moment.
                         deadline = min(deadline, time.monotonic() + (_CAUSE if failure.follows_another else 0.0))
                     else:
-                        say(f"worker {worker.rank} of {nproc} {failure}; {_carry_on(worker, workers, members)}")
+                        going_on, others = _who_goes_on(workers, members)
+                        if others and worker.restarts < max_restarts:
+                            worker.start(command, attempt, max_restarts, members.get(worker.rank, 0))
+                            going_on += f", and it starts again (restart {worker.restarts} of {max_restarts})"
+                        say(f"worker {worker.rank} of {nproc} {failure}; {going_on}")
                 time.sleep(_POLL)
         finally:
-            _end(workers, heard.number or signal.SIGTERM, end_s)
+            _end(workers, heard[0] if heard else signal.SIGTERM, end_s)
             del store  # a traceback that a notebook keeps would keep its server
         finished = tuple(worker.rank for worker in workers if worker.has_finished)
         # Of all: the worker that raised an error may end later than one that has lost it.
         for worker in workers:
             worker.poll()
         failures = [failure for worker in workers for failure in worker.failures]
-    return Ending(finished, None if finished and begun else cause(failures), heard.number, begun)
+    return Ending(finished, None if finished and begun else cause(failures), heard[0] if heard else 0, begun)
 
 
 class _Worker:
     """One rank: its process, which may be a new one after a failure."""
 
-    def __init__(
-        self,
-        rank: int,
-        variables: Mapping[str, str],
-        note: Path,
-        results: Path | None,
-        command: Sequence[str],
-        max_restarts: int,
-        attempt: int,
-    ) -> None:
-        self.rank, self.restarts, self.max_restarts, self._attempt = rank, 0, max_restarts, attempt
+    def __init__(self, rank: int, note: Path, results: Path | None, variables: Mapping[str, str]) -> None:
+        self.rank, self.restarts = rank, -1
         # Of its processes, each of which has one at most.
         self.failures: list[Failure] = []
         # The incarnation that the run knew when the present process was started.
         self._former = 0
-        self._note, self._command = note, command
-        self._result = None if results is None else results / str(rank)
+        self._note, self._result = note, None if results is None else results / str(rank)
         own = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0", "TORCHELASTIC_ERROR_FILE": str(note)}
         self._environ = {**os.environ, **variables, **own}  # as other libraries know it of torchrun
-        self._start()
 
-    def start_again(self, members: Mapping[int, int]) -> None:
+    def start(self, command: Sequence[str], attempt: int, max_restarts: int, former: int = 0) -> None:
+        """Starts the process, or another one in its place."""
         self.restarts += 1
-        self._former = members.get(self.rank, 0)
-        self._start()
-
-    def _start(self) -> None:
+        self._former = former
         self._note.unlink(missing_ok=True)
-        restarts = str(self._attempt + self.restarts)
-        line = [sys.executable, script.__file__, restarts, str(self.max_restarts), *self._command]
+        line = [sys.executable, script.__file__, str(attempt + self.restarts), str(max_restarts), *command]
         # A session of its own: Ctrl-C reaches it once, from the launcher. It is also its process group.
         self.process = subprocess.Popen(line, env=self._environ, start_new_session=True)
 
@@ -212,18 +203,14 @@ class _Worker:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def _carry_on(worker: _Worker, workers: Sequence[_Worker], members: Mapping[int, int]) -> str:
-    """After a failure: starts the worker again, if it can join others. Returns what happens."""
+def _who_goes_on(workers: Sequence[_Worker], members: Mapping[int, int]) -> tuple[str, bool]:
+    """After a failure: in words, and whether there are others that the worker could join."""
     running = sum(other.takes_part(members) for other in workers)
     if any(other.has_finished for other in workers):
-        return "others have finished"
+        return "others have finished", False
     if running == 0:
-        return "none is left that it could join"
-    going_on = f"the other {running} go on" if running > 1 else "the other one goes on"
-    if worker.restarts == worker.max_restarts:
-        return going_on
-    worker.start_again(members)
-    return f"{going_on}, and it starts again (restart {worker.restarts} of {worker.max_restarts})"
+        return "none is left that it could join", False
+    return f"the other {running} go on" if running > 1 else "the other one goes on", True
 
 
 def _end(workers: Sequence[_Worker], number: int, seconds: float) -> None:
@@ -239,20 +226,14 @@ def _end(workers: Sequence[_Worker], number: int, seconds: float) -> None:
         worker.process.wait()
 
 
-class _Signals:
+@contextlib.contextmanager
+def _noted(numbers: Sequence[int]) -> Iterator[list[int]]:
     """Inside, these signals are noted. One that is ignored (nohup) stays so."""
-
-    def __init__(self, numbers: Sequence[int]) -> None:
-        self.number = 0
-        self._heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-
-    def __enter__(self) -> _Signals:
-        self._before = [(number, signal.signal(number, self._note)) for number in self._heard]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before:
+    heard: list[int] = []
+    numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in numbers}
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
-
-    def _note(self, number: int, frame: object) -> None:
-        self.number = self.number or number
