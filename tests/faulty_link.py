@@ -52,10 +52,6 @@ class Links(ABC):
         """From ``source`` to ``target`` go at most ``rate`` bytes per second."""
         self.ask("change", source, target, {"rate": rate}, after=after)
 
-    def delay(self, source: int, target: int, seconds: float, after: float = 0.0) -> None:
-        """Bytes from ``source`` to ``target`` take so much longer."""
-        self.ask("change", source, target, {"delay": seconds}, after=after)
-
     def blackhole(self, source: int, target: int, after: float = 0.0) -> None:
         """Nothing gets from ``source`` to ``target``, not even the end of a connection; nobody is told."""
         self.ask("change", source, target, {"holds": True}, after=after)
@@ -114,7 +110,6 @@ class _Way:
     """One direction of a link: its settings, and the bytes that ``flips`` counts."""
 
     rate: float = math.inf
-    delay: float = 0.0
     holds: bool = False
     flips: Sequence[int] = (0, 0)
     count: int = 0
@@ -127,47 +122,37 @@ class _Way:
 
 @dataclass(eq=False)
 class _Stream:
-    """One direction of one connection: what was read and not yet written, each part with the time at which it may go."""
+    """One direction of one connection, and what was read and not yet written."""
 
     way: _Way
     source: socket.socket
     target: socket.socket
-    parts: deque[tuple[float, bytes]] = field(default_factory=deque)
-    held: int = 0
+    held: bytearray = field(default_factory=bytearray)
     free_at: float = 0.0
     ended: bool = False
     closed: bool = False
 
     @property
     def reads(self) -> bool:
-        return not (self.way.holds or self.ended) and self.held < min(_HELD, max(1.0, self.way.rate * 5 * _TICK))
+        return not (self.way.holds or self.ended) and len(self.held) < min(_HELD, max(1.0, self.way.rate * 5 * _TICK))
 
     def writes_at(self) -> float:
         """When the next byte, or the end, may be written."""
-        if self.way.holds or self.closed or not (self.parts or self.ended):
-            return math.inf
-        return max(self.free_at, self.parts[0][0] if self.parts else 0.0)
+        return math.inf if self.way.holds or self.closed or not (self.held or self.ended) else self.free_at
 
     def read(self) -> None:
         data = self.source.recv(_KERNEL)
-        if data:
-            self.parts.append((time.monotonic() + self.way.delay, self.way.spoil(data)))
-            self.held += len(data)
-        else:
-            self.ended = True
+        self.held += self.way.spoil(data)
+        self.ended = not data
 
     def write(self) -> None:
-        if not self.parts:
+        if not self.held:
             self.closed = True
             self.target.shutdown(socket.SHUT_WR)
             return
-        (due, data), rate = self.parts[0], self.way.rate
-        count = self.target.send(data[: int(max(1.0, min(len(data), rate * _TICK)))])
-        self.held -= count
-        self.free_at = max(self.free_at, time.monotonic() - _TICK) + count / rate
-        self.parts.popleft()
-        if count < len(data):
-            self.parts.appendleft((due, data[count:]))
+        count = self.target.send(self.held[: int(max(1.0, min(len(self.held), self.way.rate * _TICK)))])
+        del self.held[:count]
+        self.free_at = max(self.free_at, time.monotonic() - _TICK) + count / self.way.rate
 
 
 @dataclass(eq=False)

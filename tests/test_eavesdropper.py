@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 from typing import Any
@@ -58,7 +59,7 @@ class Between:
                 stream.shutdown(socket.SHUT_RDWR)
 
 
-def apart(rank: int, encrypt: bool, changes: int | None = None) -> tuple[Any, list[Between]]:
+def apart(rank: int, encrypt: bool | None, changes: int | None = None) -> tuple[Any, list[Between]]:
     """A transport of a worker with a node of its own, and who is between it and the others, if it has dialled."""
     rendezvous.network_stack = lambda: f"node {rank}"
     addresses._own_address = lambda **_: "127.0.0.1"
@@ -87,7 +88,7 @@ def swap(transport: Any, round_: int) -> torch.Tensor:
     return came(own)
 
 
-def recorded(rank: int, n: int, encrypt: bool) -> Any:
+def recorded(rank: int, n: int, encrypt: bool | None) -> Any:
     transport, between = apart(rank, encrypt)
     transport.prepare([EDGE])
     assert torch.equal(swap(transport, 0), content(1 - rank))
@@ -114,7 +115,7 @@ def recorded(rank: int, n: int, encrypt: bool) -> Any:
     return passed, again, strangers
 
 
-@pytest.mark.parametrize("encrypt", [True, False])
+@pytest.mark.parametrize("encrypt", [None, False])
 def test_who_records_learns_no_parameters_and_opens_nothing_with_them(workers, encrypt):
     found = workers(2, recorded, encrypt)
     (passed, again, _), (nothing, _, _) = sorted(found, key=lambda of: -len(of[0]))
@@ -125,25 +126,25 @@ def test_who_records_learns_no_parameters_and_opens_nothing_with_them(workers, e
     for rank in range(2):
         raw = content(rank).numpy().tobytes()
         seen = sum(raw[start : start + 16] in whole for start in range(0, len(raw), 1600))
-        assert (seen == 0) if encrypt else (seen > 90), "without encryption all of it is seen"
+        assert (seen == 0) if encrypt is None else (seen > 90), "without encryption all of it is seen"
     assert all(strangers == 0 for _, _, strangers in found), "nothing is proven by what was recorded"
     assert all(len(heard) < 2000 for heard in again), "a challenge at most, and no data"
 
 
-def changed(rank: int, n: int, encrypt: bool) -> Any:
-    transport, between = apart(rank, encrypt, changes=60_000)
+def changed(rank: int, n: int, encrypt: bool | None) -> Any:
+    os.environ["DECENT_DP_DEAD_AFTER"] = "60"
+    transport, _ = apart(rank, encrypt, changes=60_000)
     transport.prepare([EDGE])
     got: list[torch.Tensor] = []
     outcome = caught(lambda: got.append(swap(transport, 0)))
     transport.control.gather(None)
     transport.close()
-    return outcome, bool(between), [torch.equal(values, content(1 - rank)) for values in got]
+    return outcome, [torch.equal(values, content(1 - rank)) for values in got]
 
 
 def test_a_changed_byte_ends_the_connection_and_what_is_mixed_is_right(workers):
-    """It is made again, and what was on its way is sent again."""
+    """It is made again, and what was on its way is sent again. libzmq's heartbeats would find nothing for 18 s."""
     found = workers(2, changed, True)
-    for (kind, _, seconds), has_dialled, is_right in found:
+    for (kind, _, seconds), is_right in found:
         assert (kind, is_right) == ("nothing", [True])
-        assert seconds < 20
-        assert has_dialled in (False, True)
+        assert seconds < 10

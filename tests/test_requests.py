@@ -43,8 +43,7 @@ def state_of(net: Net, peer: int, rank: int = JOINER) -> LinkState:
 
 @pytest.mark.parametrize("options", [{"near": True}, {"encrypts": True}, {}])
 def test_a_process_that_joins_is_answered_and_can_do_nothing_else(options):
-    net = Net(3, joins={JOINER: 1}, **options)
-    try:
+    with Net(3, joins={JOINER: 1}, **options) as net:
         served = Served(net)
         assert asks(net, b"x").result(SECONDS) == b"x of 2, 1"
         assert [asks(net, bytes(10**5)).result(SECONDS)[-8:] for _ in range(3)] == [b" of 2, 1"] * 3
@@ -61,14 +60,11 @@ def test_a_process_that_joins_is_answered_and_can_do_nothing_else(options):
         asks(net, b"y").result(SECONDS)
         assert not found.done()
         assert member.flow.dropped == 0
-    finally:
-        net.close()
 
 
 def test_the_connection_of_a_joiner_becomes_that_of_a_member():
     """What it has begun in the meantime is done over it."""
-    net = Net(3, joins={JOINER: 1})
-    try:
+    with Net(3, joins={JOINER: 1}) as net:
         Served(net)
         asks(net, b"x").result(SECONDS)
         member, joiner = net.wires[0], net.wires[JOINER]
@@ -86,24 +82,18 @@ def test_the_connection_of_a_joiner_becomes_that_of_a_member():
         assert member.links.joiners == {}
         assert (member.connections.made_again, joiner.connections.made_again) == (0, 0)
         assert asks(net, b"z").result(SECONDS) == b"z of 2, 1"
-    finally:
-        net.close()
 
 
 def test_a_joiner_that_is_a_member_already_connects_as_one():
-    net = Net(3, joins={JOINER: 1})
-    try:
+    with Net(3, joins={JOINER: 1}) as net:
         net.wires[0].renew(JOINER, 1, 0)
         net.wires[JOINER].connect(0)
         wait_for(lambda: state_of(net, 0) is LinkState.OPEN, 10)
         assert net.wires[0].links.joiners == {}
-    finally:
-        net.close()
 
 
 def test_requests_are_repeated_when_the_connection_breaks():
-    net = Net(3, joins={JOINER: 1})
-    try:
+    with Net(3, joins={JOINER: 1}) as net:
         served = Served(net)
         asks(net, b"x").result(SECONDS)
         served.goes_on.clear()
@@ -116,13 +106,10 @@ def test_requests_are_repeated_when_the_connection_breaks():
         assert [answer.result(SECONDS) for answer in answers] == [b"%d of 2, 1" % number for number in range(4)]
         assert net.wires[JOINER].requests._asked == {}
         assert len(served.log) <= 1 + 2 * 4
-    finally:
-        net.close()
 
 
 def test_a_process_that_nobody_serves_is_told_at_once():
-    net = Net(3, joins={JOINER: 1})
-    try:
+    with Net(3, joins={JOINER: 1}) as net:
         began = time.monotonic()
         with pytest.raises(ConnectionError, match="worker 2 is not a member yet, and nobody can join now"):
             asks(net, b"x").result(SECONDS)
@@ -130,46 +117,35 @@ def test_a_process_that_nobody_serves_is_told_at_once():
         with pytest.raises(ConnectionError, match=r"worker 1 cannot be asked: .*no route"):
             asks(net, b"x", peer=1).result(SECONDS)
         assert time.monotonic() - began < 15
-    finally:
-        net.close()
 
 
 def test_who_does_not_know_the_secret_is_not_served(monkeypatch):
     """Also if it does not mind that the others do not know its own."""
     monkeypatch.setattr(Dialled, "accept", lambda *_: identity(0))
-    net = Net(3, joins={JOINER: 1}, strangers=[JOINER])
-    try:
+    with Net(3, joins={JOINER: 1}, strangers=[JOINER]) as net:
         served = Served(net)
         with pytest.raises(ConnectionError, match="cannot be asked"):
             asks(net, b"x").result(SECONDS)
         assert served.log == []
         assert net.wires[0].links.joiners == {}
-    finally:
-        net.close()
 
 
 def test_what_another_process_of_a_worker_is_asked_is_not_answered():
-    net = Net(3, joins={JOINER: 1})
-    try:
+    with Net(3, joins={JOINER: 1}) as net:
         Served(net)
         with pytest.raises(ConnectionError, match="worker 0 cannot be asked"):
             net.wires[JOINER].requests.ask(0, 5, b"x").result(SECONDS)
         assert asks(net, b"x").result(SECONDS)
-    finally:
-        net.close()
 
 
 def test_a_joiner_that_is_gone_is_forgotten():
-    net = Net(3, joins={JOINER: 1}, near=True)
-    try:
+    with Net(3, joins={JOINER: 1}, near=True) as net:
         Served(net)
         asks(net, b"x").result(SECONDS)
         net.wires[JOINER].close()
         wait_for(lambda: net.wires[0].links.joiners == {}, 10)
         net.wires[0].renew(JOINER, 1, 0)  # the others have made it a member meanwhile
         wait_for(lambda: state_of(net, JOINER, rank=0) is LinkState.GONE, 10)
-    finally:
-        net.close()
 
 
 def test_a_donor_that_ends_fails_what_it_was_asked():
@@ -188,8 +164,7 @@ def test_a_donor_that_ends_fails_what_it_was_asked():
 
 
 def test_two_joiners_are_served_by_one_thread():
-    net = Net(4, joins={2: 1, 3: 2})
-    try:
+    with Net(4, joins={2: 1, 3: 2}) as net:
         served = Served(net)
         numbers = range(50)
         answers = [(rank, asks(net, b"%d" % number, rank=rank)) for number, rank in itertools.product(numbers, (2, 3))]
@@ -197,21 +172,16 @@ def test_two_joiners_are_served_by_one_thread():
             assert answer.result(SECONDS) == b"%d of %d, %d" % (number, rank, rank - 1)
         assert {rank for rank, *_ in served.log} == {2, 3}
         assert sum(thread.name == "decent_dp-joiners" for thread in threading.enumerate()) == 1
-    finally:
-        net.close()
     wait_for(lambda: all(thread.name != "decent_dp-joiners" for thread in threading.enumerate()), 10)
 
 
 def test_members_ask_each_other_over_their_links():
-    net = Net(2)
-    try:
+    with Net(2) as net:
         net.connect()
         Served(net)
         channels = net.wires[1].links.to(0).channels
         assert asks(net, b"x", rank=1).result(SECONDS) == b"x of 1, 0"
         assert net.wires[1].links.to(0).channels == channels
-    finally:
-        net.close()
 
 
 def test_requests_that_wait_are_bounded():
@@ -233,8 +203,7 @@ def test_requests_that_wait_are_bounded():
 
 def test_two_processes_cannot_join_as_one():
     """A store that has lost its contents counts them from the beginning."""
-    net = Net(3, joins={JOINER: 1})
-    try:
+    with Net(3, joins={JOINER: 1}) as net:
         Served(net)
         asks(net, b"x").result(SECONDS)
         first = net.wires[JOINER].router._identity
@@ -242,5 +211,3 @@ def test_two_processes_cannot_join_as_one():
         assert admit(first) == ""
         assert admit(replace(first, uid=b"another!")) == "another process is about to be worker 2"
         assert admit(replace(first, rank=0)) == "rank 0 is not expected"
-    finally:
-        net.close()

@@ -78,6 +78,14 @@ def random_bytes(stream: socket.socket) -> None:
     stream.sendall(random.randbytes(5000))
 
 
+def damaged(stream: socket.socket) -> None:
+    """The beginning of an encrypted connection, with bits that are flipped."""
+    raw = bytearray(GREETING.replace(b"NULL\0", b"CURVE") + b"\x04\x05HELLO" + bytes(200))
+    for _ in range(random.choice([0, 1, 5])):
+        raw[random.randrange(len(raw))] ^= 1 << random.randrange(8)
+    stream.sendall(raw[: random.randrange(len(raw))])
+
+
 # A frame of 2^40 bytes, as far as its header says; one of 4 MiB, all of it.
 OVERSIZED = GREETING + READY + b"\x02" + (2**40).to_bytes(8, "big") + bytes(2**16)
 LARGE = GREETING + READY + b"\x02" + (2**22).to_bytes(8, "big") + bytes(2**22)
@@ -85,6 +93,7 @@ STRANGERS: list[Callable[[socket.socket], None]] = [
     lambda stream: None,
     sends(*(GREETING[i : i + 1] for i in range(len(GREETING))), pause=0.05),
     random_bytes,
+    damaged,
     sends(GUESS),
     sends(OVERSIZED),
     sends(LARGE),

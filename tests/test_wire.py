@@ -10,11 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import zmq
 
 from decent_dp.topo import Edge
-from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses, peer_errors, rendezvous
+from decent_dp.transport import ExchangeId, ProcessGroupTransport, peer_errors, rendezvous
 from decent_dp.transport.hello import REPLACED, Dialled, Identity, ReplacedError, Visitor
 from decent_dp.transport.messages import BULK, CONTROL, DATA, HELLO, START, pack
 from decent_dp.transport.peer_errors import GreetingError
@@ -22,24 +21,10 @@ from decent_dp.transport.peer_links import LinkState
 from decent_dp.transport.sockets import Event
 from decent_dp.transport.transfers import Receiving, Sending
 from decent_dp.transport.votes import PairExchange, Verdict
-from tests.test_transport import caught, exchanges, grouping, pairing, swap
+from tests.test_transport import caught, swap
 from tests.wires import SECRET, Net, Unwired, identity, make_doorman, message, receive
 
 # -- between processes -----------------------------------------------------------------------------------------------------
-
-
-def on_nodes_of_their_own(rank: int, n: int) -> bool:
-    rendezvous.network_stack = lambda: f"node {rank}"
-    addresses._own_address = lambda **_: "127.0.0.1"
-    transport: Any = ProcessGroupTransport()
-    exchanges(transport, pairing(n), torch.float32)
-    exchanges(transport, grouping(n), torch.float32, first=100)
-    transport.close()
-    return all(listener.curve is not None for listener in transport._wire.router._listeners)
-
-
-def test_workers_on_other_nodes_exchange_over_encrypted_connections(workers):
-    assert workers(4, on_nodes_of_their_own) == [True] * 4
 
 
 def killed_beside_a_child(rank: int, n: int) -> Any:
@@ -344,9 +329,6 @@ def test_what_was_written_to_a_peer_that_has_ended_counts_as_sent():
 
 def test_a_look_why_a_worker_is_lost_makes_no_link():
     """Another thread walks through them."""
-    net = Net(2, near=True)
-    try:
+    with Net(2, near=True) as net:
         assert isinstance(net.wires[0].why_lost(5), TimeoutError)
         assert 5 not in net.wires[0].links.by_rank
-    finally:
-        net.close()

@@ -97,6 +97,12 @@ class Net:
                 )
             )
 
+    def __enter__(self) -> Net:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def find(self, rank: int, incarnation: int) -> Target:
         if rank in self.unreachable:
             raise self.unreachable[rank]
