@@ -61,30 +61,21 @@ class Case:
     fast: bool = False
 
 
-TOLERANT = {"faults": decent_dp.Tolerate()}
 CASES = {
-    "plain": Case(),
     "adamw, complete": Case(ADAMW, {"topology": "complete"}, torchs=True),
-    "gossip-adamw": Case(GOSSIP_ADAMW, rounds=True),
     "gossip-adamw, complete, tracking": Case(partial(GOSSIP_ADAMW, tracking=True), {"topology": "complete"}, rounds=True),
     "accum-adamw, int8": Case(partial(AccumAdamW, lr=0.01, accum_iter=2), {"compression": "int8"}),
     "accum-adam, bfloat16": Case(partial(AccumAdam, lr=0.01, accum_iter=2), {"compression": "bfloat16", "mix_every": 2}),
-    "low-rank": Case(SGD, {"compression": "low-rank:2", "topology": "one-peer-exp"}),
     "low-rank, int8": Case(SGD, {"compression": "low-rank:2,int8"}, fast=True),
-    "int8, complete, outer": Case(
-        SGD, {"compression": "int8", "topology": "complete", "rule": OuterNesterov(), "mix_every": 2}
-    ),
-    "gasloc": Case(SGD, {"topology": "complete", "rule": GASLoC(), "mix_every": 2}),
-    "tracking": Case(SGD, {"topology": "ring", "rule": MomentumTracking(), "overlap": True}),
-    "synchronous": Case(SGD, {"overlap": False}),
-    "faults": Case(GOSSIP_ADAMW, TOLERANT, rounds=True, fast=True),
+    "complete, outer": Case(SGD, {"compression": "int8", "topology": "complete", "rule": OuterNesterov(), "mix_every": 2}),
+    "gasloc, synchronous": Case(SGD, {"topology": "complete", "rule": GASLoC(), "overlap": False}),
+    "tracking": Case(SGD, {"topology": "ring", "rule": MomentumTracking()}),
+    "faults": Case(GOSSIP_ADAMW, {"faults": decent_dp.Tolerate()}, rounds=True, fast=True),
 }
 WRAPPED = {
-    "sgd": Case(SGD),
     "clipped": Case(SGD, {"grad_clip_norm": 0.1}, fast=True),
     "adamw": Case(optim_fn_adamw, torchs=True),
-    "accum-adamw": Case(partial(optim_fn_accum_adamw, accum_iter=2), {"compression": "int8"}),
-    "faults": Case(SGD, TOLERANT),
+    "accum-adamw, faults": Case(partial(optim_fn_accum_adamw, accum_iter=2), {"faults": decent_dp.Tolerate()}),
 }
 
 

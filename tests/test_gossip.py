@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import re
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 
 from decent_dp import gossip
 from decent_dp.errors import PeerLostError
-from decent_dp.transport import InProcessTransport
-from tests.helpers import SGD, assert_same, batch, loss, net, values
+from decent_dp.transport import InProcessTransport, run_replicas
+from tests.helpers import SGD, assert_same, loss, net, some_and_all, values
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0)
 
@@ -100,121 +99,75 @@ def test_loaded_optimizer_state_is_used():
 # -- on workers: events between the steps ------------------------------------------------------------------------------
 
 
-def seen(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+def test_stats_and_flush_and_the_mean_for_good():
+    models = [Normed() for _ in range(4)]
 
+    def body(at: Any) -> list[dict[str, Tensor]]:
+        model = models[at.rank]
+        optimizer = SGD(model.parameters())
+        replica = gossip(model, optimizer, topology="one-peer-exp", transport=at)
+        assert (replica.stats().rounds, replica.stats().bytes_sent, replica.consensus_distance()) == (0, 0, 0.0)
+        replica.flush()
+        train(model, optimizer, range(5), at.rank)
+        stats = replica.stats()
+        assert (stats.updates, stats.rounds, stats.exchanges, stats.grad_norm) == (5, 5, 4, None)
+        # Messages are rounded up.
+        size = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        assert 5 * size <= stats.bytes_sent < 5 * (size + 64)
+        assert 0 < stats.waited_s < 20
 
-def observed(rank: int, n: int) -> Any:
-    found: dict[str, Any] = {}
-    torch.manual_seed(rank)
-    model = Normed()
-    optimizer = SGD(model.parameters())
-    replica = gossip(model, optimizer, topology="one-peer-exp")
-    found["start"] = seen(model)
-    assert (replica.stats().rounds, replica.stats().bytes_sent) == (0, 0)
-    assert replica.consensus_distance() == 0.0
-    with replica.averaged():
-        assert_same(seen(model), found["start"], 1e-7)
-    replica.flush()
-    train(model, optimizer, range(5), rank)
-    # On one worker only: it waits for no other.
-    if rank == 1:
-        model.eval()
-        model(batch(0)[0])
-        model.train()
-        model.state_dict()
-        replica.stats()
-    stats = replica.stats()
-    assert (stats.updates, stats.rounds, stats.exchanges, stats.grad_norm) == (5, 5, 4, None)
-    # Messages are rounded up.
-    size = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    assert 5 * size <= stats.bytes_sent < 5 * (size + 64)
-    assert 0 < stats.waited_s < 20
-
-    found["own"] = seen(model)
-    found["distance"] = replica.consensus_distance()
-    with replica.averaged():
-        found["mean"] = seen(model)
+        found = [values(model)]
+        statistics = model.norm.running_mean.clone()
+        with replica.averaged(buffers=at.rank == 0):
+            assert torch.equal(model.norm.running_mean, statistics) == (at.rank > 0)
+        # The exchange in flight is mixed in now: pairs that have sent to each other.
+        replica.flush()
+        found.append(values(model))
+        replica.flush()
+        assert_same(values(model), found[1])
+        assert replica.stats().exchanges == 5
+        train(model, optimizer, [5], at.rank)
+        replica.average_()
+        found.append(values(model))
         assert replica.consensus_distance() < 1e-6
-        model(batch(rank)[0])  # counts and statistics come back, too
-    assert_same(seen(model), found["own"])
-    with contextlib.suppress(KeyError), replica.averaged(buffers=rank == 0):
-        found["mean, own buffers"] = seen(model)
-        raise KeyError
-    assert_same(seen(model), found["own"])
+        # And what was in flight belongs to the old values.
+        replica.flush()
+        assert_same(values(model), found[2])
+        train(model, optimizer, [7], at.rank)
+        replica.close()
+        return found
 
-    # The exchange in flight is mixed in now: pairs that have sent to each other.
-    replica.flush()
-    found["flushed"] = seen(model)
-    replica.flush()
-    assert_same(seen(model), found["flushed"])
-    assert replica.stats().exchanges == 5
-    train(model, optimizer, [5], rank)
-    train(model, optimizer, [6], rank)
-    replica.average_()
-    found["averaged"] = seen(model)
-    assert replica.consensus_distance() < 1e-6
-    # And what was in flight belongs to the old values.
-    replica.flush()
-    assert_same(seen(model), found["averaged"])
-    train(model, optimizer, [7], rank)
-    replica.close()
-    return found
+    results = run_replicas(4, body)
+    own, flushed, averaged = zip(*results, strict=True)
+    for name in own[0]:
+        before, after = (torch.stack([one[name] for one in found]) for found in (own, flushed))
+        torch.testing.assert_close(before.mean(0), after.mean(0), rtol=0, atol=1e-6)
+        assert name == "fixed" or not torch.equal(before, after)
+        assert all(torch.equal(one[name], averaged[0][name]) for one in averaged)
 
 
-def mean_of(results: list[Any], key: str, name: str) -> Tensor:
-    return sum(found[key][name].double() for found in results) / len(results)
-
-
-def test_stats_and_repr_of_a_run(workers):
-    results = workers(4, observed)
-    first = results[0]
-    names = [name for name in first["start"] if name not in ("count", "norm.num_batches_tracked", "fixed", "hidden")]
-    buffers = ["norm.running_mean", "norm.running_var"]
-    squares = []
-    for rank, found in enumerate(results):
-        assert_same(found["start"], first["start"])
-        assert_same(found["mean"], first["mean"])
-        assert_same(found["averaged"], first["averaged"])
-        square = 0.0
-        for name in names:
-            mean = mean_of(results, "own", name)
-            assert not torch.equal(found["own"][name], first["own"][name]) or rank == 0
-            torch.testing.assert_close(found["mean"][name].double(), mean, rtol=0, atol=1e-6)
-            kept = found["own" if name in buffers and rank > 0 else "mean"][name]
-            assert torch.equal(found["mean, own buffers"][name], kept), (rank, name)
-            torch.testing.assert_close(mean_of(results, "flushed", name), mean, rtol=0, atol=1e-6)
-            if name not in buffers:
-                assert not torch.equal(found["flushed"][name], found["own"][name])
-                square += float((found["own"][name].double() - mean).square().sum())
-        squares.append(square)
-    for found in results:
-        assert found["distance"] == pytest.approx((sum(squares) / 4) ** 0.5, rel=1e-4)
-
-
-UNEVEN = [[3, 5, 0], [0, 0, 2], [0, 0, 0]]
 JOINS = [
-    *((batches, i != 1, i != 0) for i, batches in enumerate(UNEVEN)),
-    *((batches, i == 1, i == 0) for i, batches in enumerate(UNEVEN[:2])),
-    ([9, 3, 3], False, False),
-]
-ALL_JOINS = [
-    (batches, overlap, scaled) for batches in (*UNEVEN, [40, 3, 3]) for overlap in (True, False) for scaled in (True, False)
+    (batches, overlap, scaled)
+    for batches in ([3, 5, 0], [0, 0, 2], [0, 0, 0], [40, 3, 3])
+    for overlap in (True, False)
+    for scaled in (True, False)
 ]
 
 
-def uneven(rank: int, n: int, cases: list[tuple[list[int], bool, bool]]) -> Any:
-    found = []
-    for batches, overlap, scaled in cases:
-        model = net()
+@some_and_all(JOINS)
+def test_join(cases):
+    start = net()
+
+    def uneven(at: Any, batches: list[int], overlap: bool, scaled: bool) -> dict[str, Tensor]:
+        model = copy.deepcopy(start)
         optimizers = [SGD(model[0].parameters()), ADAMW(model[2:].parameters())]
         scaler = torch.GradScaler("cpu", init_scale=2.0, enabled=scaled)
-        replica = gossip(model, optimizers, topology="complete", overlap=overlap, scaler=scaler)
+        replica = gossip(model, optimizers, topology="complete", overlap=overlap, scaler=scaler, transport=at)
         for epoch in (1, 2):
             with replica.join():
-                for t in range(batches[rank]):
+                for t in range(batches[at.rank]):
                     model.zero_grad()
-                    scaler.scale(loss(model, t, rank)).backward()
+                    scaler.scale(loss(model, t, at.rank)).backward()
                     for optimizer in optimizers:
                         scaler.step(optimizer)
                     scaler.update()
@@ -222,21 +175,17 @@ def uneven(rank: int, n: int, cases: list[tuple[list[int], bool, bool]]) -> Any:
                         with pytest.raises(RuntimeError, match=r"inside join\(\)"):
                             replica.flush()
             stats = replica.stats()
-            assert (stats.updates, stats.rounds) == (epoch * batches[rank], epoch * max(batches))
-        distance = replica.consensus_distance()
-        assert overlap or distance < 1e-5
+            assert (stats.updates, stats.rounds) == (epoch * batches[at.rank], epoch * max(batches))
+        assert overlap or replica.consensus_distance() < 1e-5
         with replica.averaged():
-            found.append(values(model))
+            found = values(model)
         replica.close()
-    return found
+        return found
 
-
-@pytest.mark.parametrize("cases", [JOINS, pytest.param(ALL_JOINS, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_join(workers, cases):
-    first, *others = workers(3, uneven, cases)
-    for found in others:
-        for a, b in zip(first, found, strict=True):
-            assert_same(a, b)
+    for case in cases:
+        first, *others = run_replicas(3, lambda at, case=case: uneven(at, *case))
+        for found in others:
+            assert_same(first, found)
 
 
 # -- life --------------------------------------------------------------------------------------------------------------
@@ -286,12 +235,12 @@ def scaler_step(scaler: Any, model: nn.Module, optimizer: Any, t: int, rank: int
     scaler.update()
 
 
-def scaler_mistakes(rank: int, n: int, mistake: str, only: int | None, transport: Any = None) -> str:
-    """Made by worker ``only``, or by all."""
+def scaler_mistakes(rank: int, n: int, mistake: str, transport: Any = None) -> str:
+    """Made by the last worker."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), fused=mistake == "fused")
     torch.optim.lr_scheduler.StepLR(optimizer, 1)  # it wraps the step
-    wrong = only in (None, rank)
+    wrong = rank == n - 1
     scaler, other = (torch.GradScaler("cpu", init_scale=2.0) for _ in range(2))
     passed = None if mistake in ("unknown", "fused") else scaler
     gossip(model, optimizer, scaler=passed, topology="complete", transport=transport)
@@ -318,28 +267,16 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_scaler_that_gossip_does_not_know_alone(mistake):
     with pytest.raises(RuntimeError, match=re.escape(MISTAKES[mistake])):
-        scaler_mistakes(0, 1, mistake, None, InProcessTransport())
+        scaler_mistakes(0, 1, mistake, InProcessTransport())
 
 
-@pytest.mark.parametrize(
-    ("mistake", "only"),
-    [
-        ("fused", 1),
-        *(pytest.param(mistake, 1, marks=pytest.mark.slow) for mistake in ("unused", "unknown", "other")),
-        *(pytest.param(mistake, None, marks=pytest.mark.slow) for mistake in ("fused", "other", "unused", "unknown")),
-    ],
-)
-def test_a_scaler_that_gossip_does_not_know(workers, mistake, only):
-    outcomes = workers.outcomes(2, scaler_mistakes, mistake, only)
-    for rank, outcome in enumerate(outcomes):
-        if only in (None, rank):
-            assert outcome.error == "RuntimeError", outcome
-            assert MISTAKES[mistake] in outcome.message
-        else:
-            assert outcome.error == PeerLostError.__name__, outcome
-            assert "worker 1" in outcome.message
-            assert MISTAKES[mistake] in outcome.message
-        assert outcome.seconds < 45
+@pytest.mark.parametrize("mistake", ["fused", *(pytest.param(name, marks=pytest.mark.slow) for name in ("unused", "other"))])
+def test_a_scaler_that_gossip_does_not_know(workers, mistake):
+    other, wrong = workers.outcomes(2, scaler_mistakes, mistake)
+    assert (wrong.error, other.error) == ("RuntimeError", PeerLostError.__name__)
+    assert all(MISTAKES[mistake] in outcome.message for outcome in (other, wrong))
+    assert "worker 1" in other.message
+    assert max(outcome.seconds for outcome in (other, wrong)) < 45
 
 
 def test_an_unknown_scaler_is_found_after_a_load():

@@ -282,17 +282,6 @@ def test_a_skipped_step_still_mixes():
     assert all(torch.isfinite(v).all() for v in [*first[3].values(), *second[3].values()])
 
 
-def test_scaler_and_buckets_without_gradients():
-    torch.manual_seed(0)
-    scaler = torch.GradScaler("cpu", init_scale=2.0)
-    model = alone(Branches(), scaler=scaler, bucket_size_in_mb=TINY)
-    for t, branch in enumerate("abab"):
-        scaler.scale((model(batch(t)[0], branch) - batch(t)[1]).square().mean()).backward()
-    assert (model.stats().updates, model.stats().rounds) == (4, 4)
-    model.update()
-    assert model.stats().rounds == 5
-
-
 def test_a_disabled_scaler_counts_as_none():
     scaler = torch.GradScaler("cpu", enabled=False)
     model = alone(net(), scaler=scaler)

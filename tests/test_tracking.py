@@ -216,35 +216,6 @@ def test_training_equals_the_text_book_form_in_numpy(kind, topology, overlap):
         np.testing.assert_allclose(found[rank][1], twins[rank].y, rtol=0, atol=1e-9, err_msg=f"y of worker {rank}")
 
 
-@pytest.mark.parametrize("beta", [0.8, 0.9, 0.95])
-@pytest.mark.parametrize(("topology", "n"), [("base-2", 2), ("base-2", 8), ("base-2", 64), ("ring", 16), ("ring", 64)])
-def test_the_noise_that_is_left_in_the_tracked_momentum(topology, n, beta):
-    """Of gradients that are noise of variance 1 on every worker: the covariances of all y and m, step by step."""
-    made = make_topology(topology, local_world_size=1, world_size=n, rank=0)
-    ones, k = np.eye(n), 1 - beta
-    yy, ym, mm = np.zeros((n, n)), np.zeros((n, n)), np.zeros((n, n))
-    found = []
-    for t in range(120):
-        # At the step, before what was sent in the last one is mixed in: y + (1-β)·(noise - m).
-        found.append(np.trace(yy + k * k * (ones + mm) - k * (ym + ym.T)) / n)
-        w = made.mixing_matrix(t - 1) if t else ones
-        yy, ym = (
-            w @ yy @ w.T + k * k * (ones + mm) - k * (w @ ym + ym.T @ w.T),
-            beta * (w @ ym) - k * beta * mm + k * k * ones,
-        )
-        mm = beta * beta * mm + k * k * ones
-    mean = (1 - beta) / (1 + beta) / n
-    own = (np.mean(found[-30:]) - mean) / (1 - 1 / n) / k**2
-    assert 1.9 < own < 3.3
-    optimizer = GossipAdamW([nn.Parameter(torch.zeros(1))], betas=(beta, 0.999), tracking=True)
-    optimizer.set_replicas(n)
-    of_momentum, of_gradient = optimizer.weights(beta)
-    assert of_momentum + of_gradient == 1
-    # The second moment of the noise beside that of the mean of n gradients: a little off, since 2.5 is not exact.
-    ratio = (of_momentum * np.mean(found[-30:]) + of_gradient) * n
-    assert 0.85 < ratio < (1.2 if of_gradient else n * 3.3 * k**2 + 1)
-
-
 # -- the mean of the momenta -------------------------------------------------------------------------------------------------
 
 
