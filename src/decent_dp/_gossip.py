@@ -133,7 +133,8 @@ def gossip(
     def check() -> Arguments:
         on_node = workers_per_node("local_world_size", local_world_size)
         check_transport(transport)
-        optimizers.extend(_checked(model, optimizer))
+        _check_model(model)
+        optimizers.extend(check_optimizers(optimizer, model))
         why = why_no_node(model, opened)
         mesh = describe_mesh(model) or describe_node(replica, topology, opened, on_node, ranks_in(inner, process_group), why)
         return Arguments(
@@ -153,14 +154,6 @@ def gossip(
         return Gossip(model, opened, dataclasses.replace(agreed, shares=shares), optimizers, check_scaler(scaler))
 
     return start_replica(model, opened, owned, check, make)
-
-
-def _checked(model: nn.Module, optimizer: Any) -> list[Optimizer]:
-    """The optimizers, if they and the model can be trained."""
-    check_model(model, shards=True)
-    reshard(fsdp_modules(model))
-    _refuse_shared_memory(model)
-    return check_optimizers(optimizer, model)
 
 
 def _shares_of(model: nn.Module, replicas: Replicas, opened: Transport, process_group: Any, inner: Any) -> Shares | None:
@@ -292,7 +285,6 @@ class Gossip(Replica):
         self._end_round_if_complete()
 
     def _end_round_if_complete(self) -> None:
-        """Ends the round if each optimizer has stepped in it."""
         if all(self._stepped):
             self._make_round(step=True)
 
@@ -372,15 +364,13 @@ class Gossip(Replica):
             if list(map(id, has)) == list(map(id, had)):
                 continue
             kind = type(optimizer).__name__
-            if len(has) != len(had):
-                raise RuntimeError(
-                    f"{kind} had {len(had)} parameters when gossip() was called and has {len(has)} now (add_param_group?): "
-                    "what was added would train and not mix. Call gossip() after all groups are added."
-                )
-            number = next(i for i, (now, before) in enumerate(zip(has, had, strict=True)) if now is not before)
+            what = f"{kind} had {len(had)} parameters when gossip() was called and has {len(has)} now (add_param_group?)"
+            if len(has) == len(had):
+                number = next(i for i, (now, before) in enumerate(zip(has, had, strict=True)) if now is not before)
+                what = f"parameter {number} of {kind} was replaced by another object after gossip() was called"
             raise RuntimeError(
-                f"parameter {number} of {kind} was replaced by another object after gossip() was called: it would train and "
-                "not mix. Change values in place (param.copy_ under torch.no_grad), or call gossip() after the change."
+                f"{what}: it would train and not mix. Call gossip() after all groups are added, and change values in place "
+                "(param.copy_ under torch.no_grad)."
             )
 
     def _lay_out(self) -> list[Bucket]:
@@ -480,11 +470,9 @@ class Gossip(Replica):
         return {"stepped": list(self._stepped), "taken": self._taken}
 
     def _check_progress(self, state: Mapping[str, Any]) -> None:
-        stepped = state["stepped"]
-        if not isinstance(stepped, list) or any(type(count) is not int for count in stepped):
-            raise ValueError(f"this is no state of a Gossip: its 'stepped' is {brief(stepped)}")
-        if type(state["taken"]) is not bool:
-            raise ValueError(f"this is no state of a Gossip: its 'taken' is {brief(state['taken'])}")
+        stepped, taken = state["stepped"], state["taken"]
+        if not isinstance(stepped, list) or any(type(count) is not int for count in stepped) or type(taken) is not bool:
+            raise ValueError(f"this is no state of a Gossip: its 'stepped' is {brief(stepped)}, and its 'taken' {brief(taken)}")
         if len(stepped) != len(self.optimizers):
             raise ValueError(f"this was saved with {len(stepped)} optimizers, and there are {len(self.optimizers)} now")
 
@@ -539,8 +527,10 @@ class Gossip(Replica):
         return f"Gossip({names}, {self._describe_replica()})"
 
 
-def _refuse_shared_memory(model: nn.Module) -> None:
-    """Raises ValueError if two trainable parameters share memory, because it would be mixed twice."""
+def _check_model(model: nn.Module) -> None:
+    """As ``check_model``; two trainable parameters that share memory, which would be mixed twice, are a ValueError, too."""
+    check_model(model, shards=True)
+    reshard(fsdp_modules(model))
     spans = []
     for name, tensor in model.named_parameters():
         param = local(tensor)

@@ -195,21 +195,12 @@ class DecentralizedDataParallel(Calls, nn.Module):
             self.replica.backwards.after_forward(output)
         return output
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The model's."""
-        self.replica.apply_pending()
-        return self.module.parameters(recurse)
-
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's, with the model's names."""
         self.replica.apply_pending()
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
-
-    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
-        """The model's."""
-        return self.module.buffers(recurse)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

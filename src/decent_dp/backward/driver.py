@@ -74,7 +74,6 @@ class BackwardReplica(Replica):
     """A replica whose optimizers step inside the backward, for ``DecentralizedDataParallel``.
 
     Args:
-        optim_fn, lr_scheduler_fn: called once for each bucket, at the first update.
         scaler: a disabled one means that the loss is not scaled; with None, the first update looks for one that scales it.
         as_view: whether parameters become views of one flat buffer per bucket.
 

@@ -17,11 +17,7 @@ _LOOKING = threading.Lock()
 
 
 def refuse_scaled_loss() -> None:
-    """Checks, before the first update, that no GradScaler of this process has scaled a loss without being passed to a replica.
-
-    Raises:
-        RuntimeError: there is one; names its scale.
-    """
+    """Raises RuntimeError if a GradScaler of this process has scaled a loss and was not passed to a replica."""
     with _LOOKING:
         if not _untouched():
             return

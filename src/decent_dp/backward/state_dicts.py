@@ -29,14 +29,8 @@ def copy_values(state: dict[str, Any], prefix: str) -> None:
 
 
 def strip_prefix(state: dict[str, Any], prefix: str, expected: Iterable[str], insert: str = "") -> None:
-    """Renames, in place, the keys of a state dict that a wrapper had prefixed.
-
-    Args:
-        state: the state dict; only keys that start with ``prefix`` change.
-        prefix: the place of the model in the module that is loaded.
-        expected: the model's own names. A wrapper's prefix is stripped only if none of them is present without it.
-        insert: put between ``prefix`` and the name.
-    """
+    """Renames, in place, the keys after ``prefix`` that a wrapper had prefixed, if none of the ``expected`` names is there
+    without it. ``insert`` is put between ``prefix`` and the name."""
     expected = set(expected)
     names = [key[len(prefix) :] for key in state if key.startswith(prefix)]
     strip = ""
