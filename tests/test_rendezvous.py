@@ -9,7 +9,6 @@ import json
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -18,96 +17,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 import zmq
-from torch import nn
 
-from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
-from decent_dp.topo import Edge
-from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses, peer_errors, rendezvous
+from decent_dp.transport import ProcessGroupTransport, addresses, peer_errors, rendezvous
 from decent_dp.transport.peer_errors import Notes, UnreachableError, peer_error
 from decent_dp.transport.rendezvous import Rendezvous, RunRecord
 from decent_dp.transport.sockets import Sockets
 from decent_dp.transport.store import StoreClient
 from decent_dp.transport.waiter import Waiter
-from tests.helpers import came, listening, request
-from tests.test_transport import control, exchanges, grouping, swap
+from tests.helpers import broken_store, silent_store
 
-# -- communicators ---------------------------------------------------------------------------------------------------------
-
-
-def makes_no_communicator(rank: int, n: int) -> set[str]:
-    """Replicas on one node: no communicator of torch, and no socket of the network."""
-
-    def made(*_: Any) -> Any:
-        raise AssertionError("a communicator was made")
-
-    before = listening()
-    dist.ProcessGroupGloo = made
-    torch.manual_seed(rank)
-    model = DecentralizedDataParallel(nn.Linear(3, 2), lambda p: torch.optim.SGD(p, lr=0.1), topology="one-peer-exp")
-    for _ in range(5):
-        model(torch.ones(1, 3)).sum().backward()
-    opened = listening() - before
-    model.close()
-    return opened
-
-
-@pytest.mark.parametrize("n", [8, pytest.param(16, marks=pytest.mark.slow)])
-def test_inside_a_node_there_is_nothing_that_others_could_reach(workers, n):
-    assert workers(n, makes_no_communicator) == [set()] * n
-
-
-def beside_user_groups(rank: int, n: int) -> list[Any]:
-    def total(group: Any) -> float | None:
-        if dist.get_rank(group) < 0:
-            return None
-        tensor = torch.tensor([float(rank)])
-        dist.all_reduce(tensor, group=group)
-        return float(tensor)
-
-    before = dist.new_group([0, 2])
-    members = dist.new_group([3, 1, 2])
-    found = [total(before)]
-    if rank in (1, 2, 3):
-        transport = ProcessGroupTransport(members)
-        assert (transport.rank, transport.world_size) == (dist.get_rank(members), 3)
-        # Only its members make it, and only they are counted: the rest is the contract again.
-        control(transport)
-        exchanges(transport, grouping(3), torch.float32)
-        torch.manual_seed(rank)
-        model = DecentralizedDataParallel(
-            nn.Linear(3, 1), lambda p: torch.optim.SGD(p, lr=0.0), topology="complete", process_group=members
-        )
-        for _ in range(3):
-            model(torch.ones(1, 3)).sum().backward()
-        found.append(model.consensus_distance() < 1e-6)
-    after = dist.new_group([0, 1])
-    everybody = ProcessGroupTransport()
-    control(everybody)
-    swap(everybody, Edge([0, 1, 2, 3], 0.25), ExchangeId(0, 0))
-    last = dist.new_group([0, 1, 2, 3])
-    found += [total(group) for group in (before, members, after, last, None)]
-    # Two wrappers side by side do not hear each other.
-    one, two = ProcessGroupTransport(), ProcessGroupTransport()
-    edge = Edge([0, 1], 0.5) if rank < 2 else Edge([2, 3], 0.5)
-    pairs = [request(torch.full((10,), 10.0 * rank + i), rank, ExchangeId(0, 0)) for i in range(2)]
-    order = [0, 1] if rank % 2 else [1, 0]
-    handles = {i: (one, two)[i].start(edge, pairs[i]) for i in order}
-    for i in order:
-        handles[i].wait()
-        assert torch.equal(came(pairs[i]), torch.full((10,), 10.0 * (rank ^ 1) + i))
-    return found
-
-
-def test_beside_the_users_groups(workers):
-    found = workers(4, beside_user_groups)
-    assert found[0] == [2.0, 2.0, None, 1.0, 6.0, 6.0]
-    assert found[1] == [None, True, None, 6.0, 1.0, 6.0, 6.0]
-    assert found[2] == [2.0, True, 2.0, 6.0, None, 6.0, 6.0]
-    assert found[3] == [None, True, None, 6.0, None, 6.0, 6.0]
+# -- small parts -----------------------------------------------------------------------------------------------------------
 
 
 def its_timeout(rank: int, n: int) -> tuple[float, ...]:
@@ -124,9 +46,6 @@ def its_timeout(rank: int, n: int) -> tuple[float, ...]:
 def test_the_timeout_is_the_process_groups(workers):
     """Exchanges may have their own; the workers connect within the process group's."""
     assert workers(2, its_timeout, group_timeout=20) == [(20, 10, 0.5, 20)] * 2
-
-
-# -- small parts -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_waiter_keeps_order_and_survives_errors():
@@ -147,24 +66,9 @@ def test_the_waiter_keeps_order_and_survives_errors():
     with pytest.raises(ZeroDivisionError, match="mine"):
         failed.result(5)
     assert done == [0, 1, 2, "last"]
-    thread = waiter._thread
-    assert thread is not None
-    assert thread.daemon
-    waiter.close()
-    thread.join(5)
-    assert not thread.is_alive()
-
-
-class BrokenStore:
-    """A store whose server is gone."""
-
-    asked = 0
-
-    def set(self, *_: Any) -> None:
-        self.asked += 1
-        raise RuntimeError("connection was reset")
-
-    check = get = set
+    waiter.close(wait=5)
+    assert waiter._thread is not None
+    assert not waiter._thread.is_alive()
 
 
 def notes_of(store: Any, rank: int) -> Notes:
@@ -183,43 +87,21 @@ def test_notes():
     assert said.startswith(" Worker 1 reported: ValueError: größer\nthan x")
     assert "my own" not in said
     assert len(said) < 2100
-    store_that_is_gone: Any = BrokenStore()
-    broken = notes_of(store_that_is_gone, 0)
-    broken.write("lost")
-    broken.write("lost again")
-    assert "store does not answer" in broken.read([1])
-    assert "store does not answer" in broken.read([1])
-    assert store_that_is_gone.asked == 1
 
 
-class StoppedStore(dist.Store):
-    """A store whose server is stopped until ``answers`` is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.answers, self.asked = threading.Event(), 0
-
-    def get(self, *_: Any) -> bytes:
-        self.asked += 1
-        self.answers.wait(20)
-        return b"late"
-
-    check = set = get
-
-
-def test_notes_do_not_wait_for_a_store_that_hangs(monkeypatch):
-    monkeypatch.setattr(peer_errors, "_STORE_LIMIT", 1.0)
-    stopped: Any = StoppedStore()
-    for first in ("read", "write"):
-        notes, asked, began = notes_of(stopped, 0), stopped.asked, time.monotonic()
-        if first == "write":
-            notes.write("lost")
-        for _ in range(3):
-            assert "store does not answer" in notes.read([1, 2])
-        notes.write("lost again")
-        assert 0.9 < time.monotonic() - began < 3.5  # four limits, if each call waited
-        assert stopped.asked == asked + 1
-    stopped.answers.set()
+@pytest.mark.parametrize("make", [broken_store, silent_store])
+@pytest.mark.parametrize("first", ["read", "write"])
+def test_a_store_that_does_not_answer_is_asked_for_a_note_once(monkeypatch, make, first):
+    monkeypatch.setattr(peer_errors, "_STORE_LIMIT", 0.5)
+    notes, began = notes_of(store := make(dist.HashStore()), 0), time.monotonic()
+    if first == "write":
+        notes.write("lost")
+    for _ in range(3):
+        assert "store does not answer" in notes.read([1, 2])
+    notes.write("lost again")
+    assert time.monotonic() - began < 1.9  # four limits, if each call waited
+    if make is silent_store:
+        store.answers.set()
 
 
 def test_error_texts():

@@ -1,4 +1,4 @@
-"""The store that workers share, the name of a run, and the workers that are gone: one contract for every transport."""
+"""The store that workers share, and the name of a run: one contract for every transport."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from decent_dp.topo import Edge
 from decent_dp.transport import InProcessTransport, ProcessGroupTransport, Transport, run_replicas
 from decent_dp.transport import store as store_module
 from decent_dp.transport.addresses import find
@@ -214,37 +213,3 @@ def test_a_server_that_refuses_is_not_taken_for_a_peer_that_does():
     with pytest.raises(ConnectionError, match=r"no store answers at 127\.0\.0\.1:.*refused") as caught:
         client.run(probe)
     assert not isinstance(caught.value.__cause__ or caught.value, ConnectionRefusedError)
-
-
-def one_is_killed(rank: int, n: int) -> list[int]:
-    transport = ProcessGroupTransport()
-    transport.prepare([Edge([0, 1, 2], 1 / 3)])
-    transport.control.gather(None)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while not transport._known.look().lost and time.monotonic() < deadline:
-        time.sleep(0.01)
-    found = list(transport._known.look().lost)
-    transport.store.set(f"seen/{rank}", "")  # a worker that exits first would be lost to the other
-    while read_text(transport.store, f"seen/{2 - rank}") is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    transport.close()
-    return found
-
-
-def test_a_killed_worker_is_known_to_be_gone(workers):
-    outcomes = workers.outcomes(3, one_is_killed)
-    assert [outcome.value for outcome in outcomes] == [[1], None, [1]]
-
-
-def test_a_thread_that_has_ended_is_known_to_be_gone():
-    def work(transport: InProcessTransport) -> list[int]:
-        if transport.rank == 1:
-            return []
-        deadline = time.monotonic() + 5
-        while not transport._hub.lost and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return transport._hub.lost
-
-    assert run_replicas(2, work) == [[1], []]

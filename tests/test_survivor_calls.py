@@ -21,7 +21,7 @@ from decent_dp.checkpoint import saver as saver_module
 from decent_dp.errors import CheckpointError
 from decent_dp.replica.replica import Replica
 from decent_dp.transport import ProcessGroupTransport
-from decent_dp.transport.control_plane import Courier
+from decent_dp.transport.control_plane import ControlPlane, Courier
 from tests.helpers import assert_same, values
 from tests.members import VICTIM, N, die, die_in, is_of, make, step, survivors
 from tests.workers import _store
@@ -88,7 +88,7 @@ IN_SAVE: dict[str, Callable[[], None]] = {
     "after all have come": lambda: die_in(Replica, "begin_collective", after=True),
     "before the file": lambda: die_in(saver_module, "write_shard"),
     "after the file": lambda: die_in(saver_module, "write_shard", after=True),
-    "after its report": lambda: die_in(ProcessGroupTransport, "agree", after=True, when=is_of("checkpoint")),
+    "after its report": lambda: die_in(ControlPlane, "agree", after=True, when=is_of("checkpoint")),
 }
 
 
@@ -259,9 +259,9 @@ def test_workers_that_run_out_go_on_mixing_until_all_have(workers, kind, victim)
 def is_preempted(rank: int, n: int, path: str, where: str) -> Any:
     model, optimizer, replica = make(rank)
     if rank == VICTIM and where == "before its vote":
-        die_in(ProcessGroupTransport, "agree", when=is_of("preemption"))
+        die_in(ControlPlane, "agree", when=is_of("preemption"))
     if rank == VICTIM and where == "after its vote":
-        die_in(ProcessGroupTransport, "agree", after=True, when=is_of("preemption"))
+        die_in(ControlPlane, "agree", after=True, when=is_of("preemption"))
     with decent_dp.Preemption(replica, grace=10.0) as stop:
         for t in range(2000):
             if (rank, t) == (VICTIM, 5) and where == "earlier":

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from decent_dp.compression import BFloat16, Int8, Lossless
 from decent_dp.compression.blockwise import _BLOCK_ON_CPU
 from decent_dp.compression.codec import MessageId
-from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError, WireError
 from decent_dp.topo import Edge
 from decent_dp.transport import (
@@ -343,29 +342,6 @@ def test_contract_of_one():
     control(SimpleNamespace(rank=0, world_size=1, control=alone))  # type: ignore[arg-type]
 
 
-def test_idle_workers_get_no_messages():
-    def work(transport: InProcessTransport) -> list[Any]:
-        asked: list[tuple[list[int], ExchangeId]] = []
-        start = transport.start
-
-        def counted(edge: Edge, request: ExchangeRequest) -> Handle:
-            asked.append((list(edge.ranks), request.exchange_id))
-            return start(edge, request)
-
-        transport.start = counted  # type: ignore[method-assign]
-        torch.manual_seed(0)
-        model = DecentralizedDataParallel(
-            nn.Linear(2, 2), lambda params: torch.optim.SGD(params, lr=0.1), topology="ring", transport=transport
-        )
-        for _ in range(6):
-            model(torch.ones(1, 2)).sum().backward()
-        model.close()
-        return asked
-
-    for rank, asked in enumerate(run_replicas(3, work)):
-        assert [(len(ranks), exchange_id.round) for ranks, exchange_id in asked] == [(2, t) for t in range(6) if t % 3 != rank]
-
-
 # -- bytes_sent ------------------------------------------------------------------------------------------------------------
 
 
@@ -466,97 +442,6 @@ def test_messages_of_another_size(workers):
 # -- workers that are gone, or silent --------------------------------------------------------------------------------------
 
 
-def a_peer_that_is_gone(rank: int, n: int, staged: bool) -> Any:
-    transport = (Staged if staged else ProcessGroupTransport)()
-    first, last, group = Edge([0, 1], 0.5), Edge([0, 3], 0.5), Edge([1, 2, 3], 1 / 3)
-    transport.prepare([group] if rank else [])
-    for edge in (first, last, group):
-        if rank in edge.ranks:
-            swap(transport, edge, ExchangeId(0, 0))
-    transport.control.gather(None)
-    if rank == 3:
-        transport.report("ValueError: the cat ate my batch")
-        os._exit(3)
-    found = {}
-    if rank == 0:
-        found["pair"] = caught(swap, transport, last, ExchangeId(1, 0))
-        found["pair again"] = caught(swap, transport, last, ExchangeId(2, 0))
-    if rank == 1:
-        swap(transport, first, ExchangeId(1, 0))
-        found["group"] = caught(swap, transport, group, ExchangeId(1, 0))
-        found["group again"] = caught(swap, transport, group, ExchangeId(2, 0))
-        transport.report(found["group"][1])
-    if rank == 0:
-        swap(transport, first, ExchangeId(1, 0))  # only what needs the lost one is lost
-        found["gather"] = caught(transport.control.gather, None)
-    if rank == 2:
-        # Its group's root is worker 1, which leaves when it has lost worker 3.
-        found["second hand"] = caught(swap, transport, group, ExchangeId(1, 0))
-    transport.close()
-    return found
-
-
-@pytest.mark.parametrize("staged", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_peer_that_is_gone(workers, staged):
-    outcomes = workers.outcomes(4, a_peer_that_is_gone, staged)
-    assert outcomes[3].exitcode == 3
-    for rank, outcome in enumerate(outcomes[:3]):
-        assert not outcome.error, outcome.trace
-        for what, (kind, message, seconds) in outcome.value.items():
-            assert (kind, seconds < 45) == ("PeerLostError", True), (rank, what, seconds, message)
-            if what != "gather":
-                assert message.startswith(f"worker {1 if what == 'second hand' else 3} is gone"), message
-                assert "round" in message
-            assert "Worker 3 reported: ValueError: the cat ate my batch" in message
-
-
-def a_peer_that_is_silent(rank: int, n: int) -> Any:
-    """The last worker is silent; each of the others waits for it in another way, on a transport that no other uses."""
-    plain, other, grouped, staged, announcing = (
-        ProcessGroupTransport(),
-        ProcessGroupTransport(),
-        ProcessGroupTransport(),
-        Staged(),
-        ProcessGroupTransport(),
-    )
-    grouped.prepare([Edge([1, 2, 5], 1 / 3)] if rank in (1, 2, 5) else [])
-    other.control.gather(None)
-    for transport in (plain, other, grouped, staged, announcing):
-        shorten(transport, 1.2)
-    exchange_id, found = ExchangeId(3, 1), None
-    if rank == 0:
-        found = caught(swap, plain, Edge([0, 5], 0.5), exchange_id)
-    elif rank == 1:
-        found = caught(swap, grouped, Edge([1, 2, 5], 1 / 3), exchange_id)
-    elif rank == 2:
-        found = caught(swap, staged, Edge([2, 5], 0.5), exchange_id)
-    elif rank == 3:
-        found = caught(other.control.gather, None)
-    elif rank == 4:
-        own = request(torch.ones(3), rank, exchange_id, Int8)
-        found = caught(lambda: announcing.start(Edge([4, 5], 0.5), own).wait())
-    dist.barrier()  # no worker exits before the last timeout
-    for transport in (plain, other, grouped, staged, announcing):
-        transport.close()
-    return found
-
-
-def test_a_peer_that_is_silent(workers):
-    starts = [
-        "worker 5 sent nothing for round 3, bucket 1",
-        "one of the workers [2, 5] sent nothing for round 3, bucket 1",
-        "worker 5 sent nothing for round 3, bucket 1",
-        "not all living workers have come to a gather",
-        "worker 5 sent nothing for round 3, bucket 1",
-    ]
-    found = workers(6, a_peer_that_is_silent)
-    for start, (kind, message, seconds) in zip(starts, found, strict=False):
-        assert kind == "PeerTimeoutError", message
-        assert 1.0 < seconds < 45, seconds
-        assert message.startswith(f"{start} within the process group's timeout of 1.2 s"), message
-        assert "model.join()" in message
-
-
 def out_of_step(rank: int, n: int) -> Any:
     transport = ProcessGroupTransport()
     shorten(transport, 0.8)
@@ -581,38 +466,6 @@ def test_peers_in_other_rounds_wait_for_each_other(workers):
             assert message.startswith(f"worker {1 - rank} sent nothing for {exchange_id} within"), message
 
 
-def leavers(rank: int, n: int, size: int, abruptly: bool) -> str:
-    """Edges of neighbours; the first of each edge waits and is gone, the last comes late to its own wait."""
-    edge = next(Edge(list(range(a, a + size)), 0.5) for a in range(0, n, size) if a <= rank < a + size)
-    transport = ProcessGroupTransport()
-    transport.prepare([edge])
-    numel = 4_000_000  # more than the sockets buffer: a send that is not waited for would be cut off
-    values = torch.ones(numel)
-    transport.start(edge, request(values, rank, ExchangeId(0, 0))).wait()
-    own = request(values, rank, ExchangeId(1, 0))
-    handle = transport.start(edge, own)
-    if rank != edge.ranks[0]:
-        time.sleep(0.1)
-    handle.wait()
-    if rank == edge.ranks[0]:
-        if abruptly:  # the process ends without a close; one that is killed may take its last messages with it
-            return "fine"
-        transport.close()
-    assert torch.equal(came(own), values)
-    return "fine"
-
-
-@pytest.mark.parametrize(
-    ("n", "size", "times"), [(3, 3, 1), *(pytest.param(6, size, 2, marks=pytest.mark.slow) for size in (2, 3))]
-)
-@pytest.mark.parametrize("abruptly", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_worker_that_exits_first_breaks_no_other(workers, n, size, times, abruptly):
-    for _ in range(times):
-        outcomes = workers.outcomes(n, leavers, size, abruptly)
-        for rank, outcome in enumerate(outcomes):
-            assert outcome.value == "fine", (rank, outcome.trace)
-
-
 # -- in process ------------------------------------------------------------------------------------------------------------
 
 
@@ -631,16 +484,6 @@ def test_a_thread_that_raises_is_named_and_quoted():
         return None
 
     with pytest.raises(ValueError, match="no more milk"):
-        run_replicas(3, work)
-
-
-def test_the_consequence_of_an_error_does_not_hide_it():
-    def work(transport: InProcessTransport) -> Any:
-        if transport.rank == 1:
-            raise KeyError("cause")
-        return transport.control.gather(None)
-
-    with pytest.raises(KeyError, match="cause"):
         run_replicas(3, work)
 
 
