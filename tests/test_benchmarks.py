@@ -9,8 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from benchmarks.lab import Lab, LabError, namespaces
 from benchmarks.limits import busiest_link
 from benchmarks.setups import PARAMETERS, Contender, Setup, choose_contenders
 from decent_dp.compression.lattice import load_numba
-from tests.helpers import ROOT
+from tests.helpers import ROOT, wait_for
 
 ALONE, DDP = Contender("alone"), Contender("ddp")
 
@@ -191,14 +189,6 @@ def lacking() -> bool:
     assert len(err.strip().splitlines()) == 1, err
     assert "Traceback" not in out + err
     return True
-
-
-def wait_for(what: Callable[[], Any], seconds: float = 20) -> Any:
-    end = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    return found
 
 
 def pids(name: str) -> list[int]:

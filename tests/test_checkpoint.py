@@ -19,7 +19,7 @@ from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.replica.snapshot import settle
 from decent_dp.transport import InProcessTransport, Transport, run_replicas
 from tests.checkpoint_cases import AT, KINDS, STEPS, error_of, make, on, run, seed_all, state
-from tests.helpers import SGD, alone, loss, net, values
+from tests.helpers import SGD, alone, loss, net, values, wait_for
 
 # -- going on exactly ------------------------------------------------------------------------------------------------------
 
@@ -314,8 +314,7 @@ def test_saves_at_different_updates(tmp_path):
         model = on(transport, steps=3 + (rank == 1), mix_every=1000)
         found = [error_of(lambda: save(model, tmp_path))]
         later = save(model, tmp_path, wait=False)  # the same again, told later
-        while not later.done:
-            time.sleep(0.01)
+        wait_for(lambda: later.done)
         if rank != 1:
             loss(model, 3, rank).backward()
         found += [error_of(partial(save, model, tmp_path)) for _ in range(2)]

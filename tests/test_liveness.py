@@ -23,7 +23,8 @@ from decent_dp.transport.peer_errors import UnreachableError
 from decent_dp.transport.peer_links import LinkState
 from decent_dp.transport.transfers import Receiving, Sending
 from decent_dp.transport.votes import ExchangeId, PairExchange, Verdict
-from tests.wires import Net, make_links, wait_for
+from tests.helpers import wait_for
+from tests.wires import Net, make_links
 
 EDGE, EXCHANGE = Edge([0, 1], 0.5), ExchangeId(3, 0)
 SILENT = UnreachableError("there", "timed out")

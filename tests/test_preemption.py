@@ -29,7 +29,7 @@ from decent_dp.checkpoint.preempt import _StopRequest, _StopVote
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.transport import InProcessTransport, run_replicas
 from tests.checkpoint_cases import error_of, on
-from tests.helpers import ROOT, SGD, alone, broken_store, loss, net, silent_store, values
+from tests.helpers import ROOT, SGD, alone, broken_store, loss, net, silent_store, values, wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -189,8 +189,7 @@ def test_a_signal_from_outside(workers, tmp_path):
     files = [tmp_path / f"pid{rank}" for rank in range(2)]
 
     def send() -> None:
-        while not all(file.exists() and file.read_text() for file in files):
-            time.sleep(0.01)
+        wait_for(lambda: all(file.exists() and file.read_text() for file in files), 60)
         time.sleep(0.3)
         for file in files:
             tell(int(file.read_text()))
@@ -349,10 +348,7 @@ def test_after_the_context_due_is_what_it_was():
     with Preemption(model) as stop:
         loss(model, 0).backward()
         tell()
-        deadline = time.monotonic() + 10
-        while stop._vote is None or stop._vote.stop_round is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(lambda: stop._vote is not None and stop._vote.stop_round is not None)
         assert stop._vote.stop_round == 2
     assert not stop.due
     loss(model, 1).backward()

@@ -13,7 +13,8 @@ import pytest
 from decent_dp.transport.hello import Dialled
 from decent_dp.transport.peer_errors import UnreachableError
 from decent_dp.transport.peer_links import LinkState
-from tests.wires import SECONDS, Net, content, identity, receive, send, wait_for
+from tests.helpers import wait_for
+from tests.wires import SECONDS, Net, content, identity, receive, send
 
 JOINER = 2
 

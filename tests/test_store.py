@@ -19,7 +19,7 @@ from decent_dp.transport import store as store_module
 from decent_dp.transport.addresses import find
 from decent_dp.transport.rendezvous import Rendezvous, RunRecord
 from decent_dp.transport.store import StoreClient, read_text
-from tests.helpers import BrokenStore, SilentStore
+from tests.helpers import BrokenStore, SilentStore, wait_for
 
 
 def contract(transport: Transport, other: Transport) -> tuple[str, str]:
@@ -193,8 +193,7 @@ def test_a_call_waits_for_the_call_of_another_thread_no_longer_than_its_own_limi
     client, go_on = StoreClient(dist.HashStore(), "run"), threading.Event()
     other = threading.Thread(target=lambda: client.run(lambda store: go_on.wait(20), 30.0))
     other.start()
-    while not client._lock.locked():
-        time.sleep(0.01)
+    wait_for(client._lock.locked)
     began = time.monotonic()
     with pytest.raises(ConnectionError, match="the store does not answer"):
         client.run(probe, 0.2)

@@ -20,7 +20,8 @@ from decent_dp.transport.hello import Dialled, Identity, password
 from decent_dp.transport.messages import BYE, CONTROL, HELLO, pack
 from decent_dp.transport.peer_links import LinkState
 from decent_dp.transport.sockets import Curve
-from tests.wires import RUN, SECONDS, SECRET, Net, content, receive, send, wait_for
+from tests.helpers import wait_for
+from tests.wires import RUN, SECONDS, SECRET, Net, content, receive, send
 
 COUNT = 200
 # What a ZeroMQ socket without encryption says first: signature, version 3.1, mechanism, no server.

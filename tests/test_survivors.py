@@ -35,9 +35,9 @@ from decent_dp.transport.peer_errors import UnreachableError
 from decent_dp.transport.peer_links import LinkState
 from decent_dp.transport.tree import spanning_tree
 from decent_dp.transport.wire import Wire
-from tests.helpers import some_in_the_fast_tests
+from tests.helpers import some_in_the_fast_tests, wait_for
 from tests.test_transport import control
-from tests.wires import Net, wait_for
+from tests.wires import Net
 
 DEAD_AFTER = 2.0
 # Seconds that a test may wait for a collective that does not depend on silence.
@@ -547,10 +547,7 @@ def test_a_message_that_is_none_costs_its_connection_only(make):
     company = make(3, ring(3))
     company.run(lambda rank, control: control.gather(rank))
     company.wire(1).call(lambda: company.wire(1).send_note(0, (0, AGREEMENT, 0), b'["x",[[1,1,"x",["a"],"0","0"]],null,0]'))
-    deadline = time.monotonic() + 5
-    while company.wire(0).links.to(1).why is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: company.wire(0).links.to(1).why is not None)
     assert company.wire(0).commands.thread.is_alive()
 
 

@@ -20,7 +20,7 @@ from decent_dp.logging import publisher as publisher_module
 from decent_dp.transport import InProcessTransport, process_group, run_replicas
 from decent_dp.transport.control_plane import ControlPlane
 from decent_dp.transport.waiter import Waiter, start_thread, telling
-from tests.helpers import alone, loss, net
+from tests.helpers import alone, loss, net, wait_for
 from tests.members import make, step
 from tests.test_log_lines import Lines
 from tests.workers import has_said, hear, say
@@ -186,9 +186,7 @@ def test_a_status_that_fails_is_one_warning(monkeypatch, caplog):
     decent_dp.logging.publish(model)
     for t in range(3):
         loss(model, t).backward()
-    deadline = time.monotonic() + 20
-    while not (said := [r for r in caplog.records if r.levelno >= logging.WARNING]) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    said = wait_for(lambda: [r for r in caplog.records if r.levelno >= logging.WARNING])
     model.close()
     assert [record.getMessage() for record in said] == ["the status of this worker cannot be published: a bug of ours"]
     assert said[0].exc_info is not None

@@ -28,6 +28,7 @@ from decent_dp.replica.transfer import (
 )
 from decent_dp.serialization import encode
 from decent_dp.transport import Replicas
+from tests.helpers import wait_for
 
 TREE = {
     "a": torch.arange(7.0),
@@ -302,30 +303,23 @@ def member(monkeypatch) -> Iterator[Callable[..., Member]]:
         one.stop()
 
 
-def until(what: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_member_gives_the_rest_of_the_same_copy_and_drops_it_when_it_has_arrived(member):
     donor, partial = member(), PartialState()
     donor.get_part(partial)
     boundaries, name = donor.boundaries, partial.name
-    until(lambda: donor.boundaries > boundaries + 5)
+    wait_for(lambda: donor.boundaries > boundaries + 5)
     assert list(donor.server._copies) == [name]
     found = donor.get(partial)
     assert bool((found == found[0]).all())
     assert 0 < float(found[0]) <= boundaries
     assert donor.copied == 1
-    until(lambda: not donor.server._copies)
+    wait_for(lambda: not donor.server._copies)
 
 
 def test_a_copy_is_kept_until_it_has_arrived_and_not_until_it_is_given(member):
     donor, partial = member(values=10), PartialState()
     donor.get_part(partial, most=0)  # all of it is in one chunk, which was lost
-    until(lambda: donor.copied == 1)
+    wait_for(lambda: donor.copied == 1)
     assert len(donor.server._copies) == 1
     donor.get(partial)
     assert donor.copied == 1
@@ -335,7 +329,7 @@ def test_a_copy_that_nobody_asks_for_is_dropped(member):
     donor, partial = member(dead_after=0.2), PartialState()
     donor.get_part(partial)
     began = time.monotonic()
-    until(lambda: not donor.server._copies)
+    wait_for(lambda: not donor.server._copies)
     assert time.monotonic() - began > 0.3
     found = donor.get(partial)  # of another copy, all of it
     assert donor.copied == 2
@@ -365,7 +359,7 @@ def test_a_place_outside_of_the_copy_is_refused(member, begin):
 @pytest.mark.parametrize("name", ["other", None])
 def test_a_copy_that_is_not_known_is_another_one_from_its_first_byte(member, name):
     donor = member()
-    until(lambda: "place" in donor.ask(2, want="state", copy=name, **{"from": 7}))
+    wait_for(lambda: "place" in donor.ask(2, want="state", copy=name, **{"from": 7}))
     assert donor.ask(2, want="state", copy=name, **{"from": 7})["place"][-1] == 0
 
 
@@ -422,7 +416,7 @@ def test_training_goes_on_while_the_memory_for_a_copy_is_made(member, monkeypatc
     monkeypatch.setattr(HostMemory, "reserved", slow)
     donor = member()
     donor.ask(2, want="state", copy=None, **{"from": 0})
-    until(lambda: donor.server._memory is not None)
+    wait_for(lambda: donor.server._memory is not None)
     boundaries = donor.boundaries
     threading.Timer(1.0, made.set).start()
     found = donor.get(PartialState(), seconds=0.5)
@@ -449,7 +443,7 @@ def test_a_copy_without_memory_is_refused(member, monkeypatch):
     with pytest.raises(ConnectionError, match="4000 bytes"):
         donor.get(PartialState())
     boundaries = donor.boundaries
-    until(lambda: donor.boundaries > boundaries + 5)
+    wait_for(lambda: donor.boundaries > boundaries + 5)
 
 
 def test_a_replica_that_is_not_finite_is_not_given(member):
@@ -538,7 +532,7 @@ def test_a_seat_is_withdrawn_from_one_that_asks_no_more(seats, monkeypatch):
     monkeypatch.setattr(state_server_module, "_ENDED", 0.3)
     donor, epochs = seats
     wants(donor, 2)
-    until(lambda: epochs.withdrawn == [(2, 1)])
+    wait_for(lambda: epochs.withdrawn == [(2, 1)])
     assert donor.server._seats == {}
 
 
@@ -577,4 +571,4 @@ def test_a_seat_is_withdrawn_if_another_one_of_its_replica_cannot_be_had(seats, 
 
     epochs.offer = refuse
     assert wants(donor, 2, 3) == {"refused": "another process is worker 3"}
-    until(lambda: epochs.withdrawn == [(2, 1)])
+    wait_for(lambda: epochs.withdrawn == [(2, 1)])

@@ -41,7 +41,8 @@ from decent_dp.transport.pace import Pace
 from decent_dp.transport.peer_errors import UnreachableError
 from decent_dp.transport.router import Router
 from decent_dp.transport.sockets import _OPEN, Channel, Curve, Event, Sockets, _inode_of
-from tests.wires import SECONDS, SECRET, Net, Unwired, content, make_doorman, receive, send, wait_for
+from tests.helpers import wait_for
+from tests.wires import SECONDS, SECRET, Net, Unwired, content, make_doorman, receive, send
 
 # -- sockets -----------------------------------------------------------------------------------------------------------------
 
@@ -115,9 +116,7 @@ def test_what_came_before_the_end_of_a_connection_can_be_read():
     for i in range(20):
         listener.zmq.send_multipart([name, content(i, 1000)])
     there.close_all(flush=True)
-    deadline = time.monotonic() + SECONDS
-    while not any(event.is_end for event in dialled.events()):
-        assert time.monotonic() < deadline
+    wait_for(lambda: any(event.is_end for event in dialled.events()))
     assert dialled.zmq.poll(1000 * SECONDS)
     assert [dialled.zmq.recv(zmq.NOBLOCK) for _ in range(20)] == [content(i, 1000) for i in range(20)]
     here.close_all()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import secrets
 import threading
-import time
 import types
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
@@ -249,10 +248,3 @@ def receive(wire: Wire, peer: int, key: Key, size: int) -> Future[bytes]:
 
 def content(seed: Any, size: int) -> bytes:
     return random.Random(seed).randbytes(size)
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 5.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
