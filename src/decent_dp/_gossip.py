@@ -34,7 +34,14 @@ from decent_dp.replica.live import start_replica
 from decent_dp.replica.module_hooks import called_first
 from decent_dp.replica.momenta import Momenta
 from decent_dp.replica.node_gradients import NodeGradients
-from decent_dp.replica.optimizer_guards import check_optimizers, options_of, params_of, refuse_hidden_state, signature_of
+from decent_dp.replica.optimizer_guards import (
+    check_optimizers,
+    names_by_id,
+    options_of,
+    params_of,
+    refuse_hidden_state,
+    signature_of,
+)
 from decent_dp.replica.optimizer_state import load_optimizer, saved_optimizer
 from decent_dp.replica.replica import DriverKind, Replica
 from decent_dp.replica.scaler_hook import ScalerHook, is_inner_step, refuse_other_scaler
@@ -485,7 +492,8 @@ class Gossip(Replica):
         """
         if self.steps:
             refuse_hidden_state(self.optimizers, self.model)
-        optimizers = [saved_optimizer(optimizer, self.model) for optimizer in self.optimizers]
+        names = names_by_id(self.model)
+        optimizers = [saved_optimizer(optimizer, names) for optimizer in self.optimizers]
         scaler = None if self.scaler is None else self.scaler.state_dict()
         return {"optim": {"optimizers": optimizers, "scaler": scaler}, **self._progress()}
 
@@ -496,7 +504,7 @@ class Gossip(Replica):
 
     def _load_optimizers(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
         for optimizer, saved in zip(self.optimizers, snapshot["optim"]["optimizers"], strict=True):
-            load_optimizer(optimizer, self.model, saved, undo)
+            load_optimizer(optimizer, names_by_id(self.model), saved, undo)
 
     def _prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> tuple[list[Bucket], Callable[[], None]]:
         if "optim" in snapshot:  # missing in the result of state_dict(): the user loads the optimizers

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from decent_dp.replica.construction import Agreement, Arguments, connect_replicas
 from decent_dp.replica.lifecycle import State
-from decent_dp.replica.optimizer_guards import params_of, warn_user
+from decent_dp.replica.optimizer_guards import names_by_id, params_of, warn_user
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.state_receiver import serve_joiners
 from decent_dp.transport import NewcomerTransport, Transport
@@ -92,7 +92,7 @@ def _find_superseded(model: nn.Module) -> list[Replica]:
     Raises:
         ValueError: a replica in use trains a parameter of ``model``; names the parameter.
     """
-    names = {id(param): name for name, param in model.named_parameters()}
+    names = names_by_id(model)
 
     def others() -> list[str]:
         found = []

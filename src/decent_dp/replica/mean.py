@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from decent_dp.arguments import FLOAT_DTYPES
 from decent_dp.compression import all_finite
 from decent_dp.errors import NonFiniteError
-from decent_dp.membership import Members
 from decent_dp.replica.averages import average_, control_of_part, squared_distance
 from decent_dp.replica.consistency import among_the_same
+from decent_dp.replica.construction import Agreement
 from decent_dp.replica.mates import Mates
 from decent_dp.replica.parameters import Parameters
 from decent_dp.replica.shards import holds_first_copy, is_sharded, local
@@ -34,38 +34,26 @@ class Mean:
     Where faults are tolerated, the mean is that of the finite replicas.
 
     Args:
-        world: connects all workers. ``members``: of the run.
-        weights: of this replica, and of this worker in the mean of buffers that each has its own copy of; None: all equal.
-        with_buffers: whether floating-point buffers (such as BatchNorm statistics) are averaged, too.
+        world: connects all workers.
 
     Attributes:
         backup: pairs (tensor, own value) while tensors have other values; None otherwise.
         scoped: whether the end of a with-block restores the backup.
-        weights: as given.
+        weights: of this replica, and of this worker in the mean of buffers that each has its own copy of; None: all equal.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        parameters: Parameters,
-        world: Transport,
-        members: Members,
-        mates: Mates,
-        weights: tuple[float, float] | None,
-        *,
-        with_buffers: bool,
-    ) -> None:
+    def __init__(self, model: nn.Module, parameters: Parameters, world: Transport, agreed: Agreement, mates: Mates) -> None:
         self._model, self._parameters = model, parameters
-        self._world, self._members, self._replicas, self._mates = world, members, members.replicas, mates
-        self._needs_all = not members.tolerates_faults
-        self._with_buffers = with_buffers
+        self._world, self._members, self._replicas, self._mates = world, agreed.monitor, agreed.replicas, mates
+        self._needs_all = not agreed.monitor.tolerates_faults
+        self._with_buffers = agreed.settings.sync_buffer_in_global_avg
         self.backup: list[tuple[Tensor, Tensor]] | None = None
         self.scoped = False
-        self.weights = weights
+        self.weights = agreed.weights
 
     @property
     def buffers(self) -> list[Tensor]:
-        """Those that are averaged."""
+        """The floating-point ones (such as BatchNorm statistics), if they are averaged."""
         return [buffer for buffer in self._model.buffers() if self._with_buffers and buffer.dtype in FLOAT_DTYPES]
 
     # -- of all replicas ----------------------------------------------------------------------------------------------

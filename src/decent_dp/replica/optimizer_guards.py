@@ -25,6 +25,7 @@ __all__ = [
     "check_optimizers",
     "check_states",
     "first_difference",
+    "names_by_id",
     "options_of",
     "params_of",
     "refuse_hidden_state",
@@ -42,6 +43,10 @@ _BASE_ATTRIBUTES = ("state", "param_groups", "defaults")
 _NOT_COMPARED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 # The key of the class in the options of a parameter; it reads well in a message.
 _CLASS = "the class of the optimizer"
+
+
+def names_by_id(model: nn.Module) -> dict[int, str]:
+    return {id(param): name for name, param in model.named_parameters()}
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
@@ -66,7 +71,7 @@ def check_optimizers(given: object, model: nn.Module) -> list[Optimizer]:
         raise ValueError("optimizer is an empty list: pass the optimizer that steps the model's parameters, or several.")
     for optimizer in found:
         _check_kind(optimizer)
-    names = {id(param): name for name, param in model.named_parameters()}
+    names = names_by_id(model)
     owners: dict[int, Optimizer] = {}
     for optimizer in found:
         for number, param in enumerate(params_of(optimizer)):
@@ -116,7 +121,7 @@ def _check_kind(optimizer: Any) -> None:
 
 def signature_of(optimizers: Sequence[Optimizer], model: nn.Module) -> list[Any]:
     """Returns the properties of the optimizers that must be equal on all workers, as JSON short enough for a message."""
-    names = {id(param): name for name, param in model.named_parameters()}
+    names = names_by_id(model)
     members = [[names[id(param)] for param in params_of(optimizer)] for optimizer in optimizers]
     return [f"{type(optimizer).__name__} of {_brief(own)}" for optimizer, own in zip(optimizers, members, strict=True)]
 
@@ -139,8 +144,7 @@ def refuse_hidden_state(optimizers: Sequence[Optimizer], model: nn.Module) -> No
     Raises:
         ValueError: the state of a parameter is in another attribute; names the parameter and the attribute.
     """
-    named = dict(model.named_parameters())
-    names = {id(param): name for name, param in named.items()}
+    named, names = dict(model.named_parameters()), names_by_id(model)
     # Saved already, or parameters and gradients, perhaps detached.
     kept = {id(leaf) for one in optimizers for leaf in _tensors_in(dict(one.state))}
     places = {_place(tensor) for param in named.values() for tensor in (param, param.grad) if tensor is not None}

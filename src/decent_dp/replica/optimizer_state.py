@@ -27,7 +27,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
@@ -53,8 +53,8 @@ _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "base_momentums", 
 # -- one optimizer -----------------------------------------------------------------------------------------------------------
 
 
-def _names_of(optimizer: Optimizer, model: nn.Module) -> list[str]:
-    names, params = {id(param): name for name, param in model.named_parameters()}, params_of(optimizer)
+def _names_of(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
+    params = params_of(optimizer)
     for number, param in enumerate(params):
         if id(param) not in names:
             raise ValueError(
@@ -64,17 +64,13 @@ def _names_of(optimizer: Optimizer, model: nn.Module) -> list[str]:
     return [names[id(param)] for param in params]
 
 
-def saved_optimizer(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+def saved_optimizer(optimizer: Optimizer, names_by_id: Mapping[int, str]) -> dict[str, Any]:
     """Returns ``optimizer.state_dict()`` with parameter names instead of numbers; the tensors are live.
 
     Raises:
-        ValueError: the state dict lacks torch's keys, or a parameter is not the model's.
+        ValueError: the state dict lacks torch's keys, or a parameter has no name.
     """
-    return _saved(optimizer, _names_of(optimizer, model))
-
-
-def _saved(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Any]:
-    kind, params = type(optimizer).__name__, params_of(optimizer)
+    kind, params, names = type(optimizer).__name__, params_of(optimizer), _names_of(optimizer, names_by_id)
     own = set(map(id, params))
     for key in [key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in own]:
         if optimizer.state[key]:
@@ -103,20 +99,23 @@ def _nameless(kind: str, what: str) -> str:
     )
 
 
-def load_optimizer(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
-    """Loads the result of ``saved_optimizer``, bit for bit; ``undo`` reverts it as exactly.
+def load_optimizer(
+    optimizer: Optimizer,
+    names_by_id: Mapping[int, str],
+    saved: Mapping[str, Any],
+    undo: contextlib.ExitStack | None,
+    *,
+    exact: bool = True,
+) -> None:
+    """Loads the result of ``saved_optimizer``; ``undo`` reverts it, bit for bit.
+
+    Args:
+        exact: tensors keep the dtypes in which they were saved; else they get those of their parameters, as in torch.
 
     Raises:
         ValueError: it was saved from another optimizer; names the difference.
     """
-    _load(optimizer, _names_of(optimizer, model), saved, undo)
-
-
-def _load(
-    optimizer: Optimizer, names: Sequence[str], saved: Mapping[str, Any], undo: contextlib.ExitStack | None, exact: bool = True
-) -> None:
-    """``exact``: tensors keep the dtypes in which they were saved; else they get those of their parameters, as in torch."""
-    kind, params = type(optimizer).__name__, params_of(optimizer)
+    kind, params, names = type(optimizer).__name__, params_of(optimizer), _names_of(optimizer, names_by_id)
     if not isinstance(saved, Mapping) or not all(
         isinstance(saved.get(key), of) for key, of in {"state": dict, "other": dict, "groups": list, "more": dict}.items()
     ):
@@ -242,7 +241,7 @@ def collect_optim_state(
     Raises:
         ValueError: an optimizer or a scheduler has state that belongs to no parameter; names it.
     """
-    found = [_saved(optimizer, [names[id(param)] for param in params_of(optimizer)]) for optimizer in optimizers]
+    found = [saved_optimizer(optimizer, names) for optimizer in optimizers]
     for own in found:
         kept = [key for key, value in own["other"].items() if value or not isinstance(value, Mapping)] + list(own["more"])
         if kept:
@@ -344,7 +343,7 @@ def load_optim_state(
     if not state_dict["param_groups"]:
         return
     for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
-        own = [names[id(param)] for param in params_of(optimizer)]
+        own = _names_of(optimizer, names)
         members, groups = _by_group(optimizer, own), []
         for i, (group, those) in enumerate(zip(optimizer.param_groups, members, strict=True)):
             options = _of_group(those, i, state_dict["param_groups"], state_dict.get("groups", []))
@@ -353,7 +352,7 @@ def load_optim_state(
             groups.append({**group, **options, "params": those})
         state = {name: state_dict["state"][name] for name in own if name in state_dict["state"]}
         saved = {"kind": type(optimizer).__name__, "groups": groups, "state": state, "other": {}, "more": {}}
-        _load(optimizer, own, saved, undo, exact)
+        load_optimizer(optimizer, names, saved, undo, exact=exact)
         # Each scheduler gets a copy, because some later write to their loaded state.
         common = copy.deepcopy(state_dict.get("schedulers"))
         if scheduler is not None and common is not None:

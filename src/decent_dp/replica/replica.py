@@ -305,9 +305,7 @@ class Replica(Calls, HookedModel):
         self.mates.explain(fsdp_modules(model))
         if not isinstance(transport, NewcomerTransport):  # else they are connected later
             self.mates.start(0)
-        with_buffers = agreed.settings.sync_buffer_in_global_avg
-        parts = model, self.parameters, transport, self.monitor, self.mates, agreed.weights
-        self.mean = Mean(*parts, with_buffers=with_buffers)
+        self.mean = Mean(model, self.parameters, transport, agreed, self.mates)
         self.momenta = Momenta([], {}, agreed.rule)
         self.listeners, self.cadence, self.optimizers = list[Listener](), Cadence(), list[Optimizer]()
         self.scaler: torch.amp.GradScaler | None = None
