@@ -334,46 +334,25 @@ def step_with_factor(model: Any, t: int, rank: int) -> float:
     return step_plain(model, t, rank)
 
 
-def step_by_hand(model: Any, t: int, rank: int) -> float:
-    for i, param in enumerate(model.module.parameters()):
-        param.grad = torch.full_like(param, 0.01 * (t + i - rank))
-    model.update()
-    return 0.0
-
-
 def cosine(optimizer: Any) -> Any:
     return lr_scheduler.SequentialLR(
         optimizer, [lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 3), lr_scheduler.CosineAnnealingLR(optimizer, 6)], [3]
     )
 
 
-def one_cycle(optimizer: Any) -> Any:
-    return lr_scheduler.OneCycleLR(optimizer, [0.2 / (i + 1) for i in range(len(optimizer.param_groups))], total_steps=12)
-
-
-def decayed(params: Any) -> torch.optim.Optimizer:
-    """Two groups for any bucket."""
-    weights, rest = ([p for name, p in params if name.endswith("weight") is is_weight] for is_weight in (True, False))
-    groups = [{"params": weights, "weight_decay": 0.1}, {"params": rest, "lr": 0.02}]
-    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-
-
 MANY = {"bucket_size_in_mb": 1e-6}
 JOBS: dict[str, Job] = {
     "momentum": Job({"lr_scheduler_fn": cosine, **MANY}),
-    "empty groups": Job({"lr_scheduler_fn": one_cycle, **MANY}, optim_fn=decayed),
     "clip": Job({"grad_clip_norm": 0.3, **MANY}, optim_fn=ADAMW),
     "scaler": Job(MANY, scaled=True, step=step_scaled),
     "accum-adamw": Job({}, optim_fn=partial(AccumAdamW, lr=0.02, accum_iter=3)),
     "mix-every": Job({"mix_every": 2}),
-    "in turn": Job({"topology": "complete:3,base-2"}),
     "windows": Job(MANY, step=step_in_windows, optim_fn=ADAMW),
     "pending": Job({}, step=step_pending, optim_fn=partial(AccumAdamW, lr=0.02, accum_iter=2)),
     "no_sync": Job({}, step=step_no_sync),
     "scaled windows": Job({"lr_scheduler_fn": cosine}, scaled=True, step=step_in_windows_scaled),
     "clamped": Job({}, step=step_clamped),
     "factor": Job({}, step=step_with_factor),
-    "by hand": Job(MANY, step=step_by_hand),
     "separate": Job({"param_as_bucket_view": False}),
     "zoo": Job({"sync_buffer_in_global_avg": True}, model=Zoo, optim_fn=Wide),
     "zoo, clipped": Job({"grad_clip_norm": 0.5, **MANY}, model=Zoo, optim_fn=ADAMW, step=step_in_windows),

@@ -10,8 +10,6 @@ import random
 import resource
 import stat
 import struct
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,26 +107,6 @@ def test_neither_writing_nor_reading_takes_a_second_copy(tmp_path):
     written, read = _in_child(_memory_of_a_save, tmp_path)
     assert written < 40, f"{written} MiB more for 128 MiB"
     assert read < 60, f"{read} MiB more for 128 MiB"
-
-
-def test_other_threads_go_on_while_a_file_is_written(tmp_path):
-    tensors = {"w": torch.ones(1 << 25)}  # 128 MiB
-    longest, going, last = 0.0, True, time.perf_counter()
-
-    def tick() -> None:
-        nonlocal longest, last
-        while going:
-            time.sleep(0.001)
-            now = time.perf_counter()
-            longest, last = max(longest, now - last), now
-
-    thread = threading.Thread(target=tick)
-    thread.start()
-    began = time.perf_counter()
-    write_shard(tmp_path, ANY, tensors, "{}")
-    took, going = time.perf_counter() - began, False
-    thread.join()
-    assert longest < max(0.6 * took, 0.1), f"stood still for {longest:.3f} of {took:.3f} s"
 
 
 # -- no room ---------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 
 from decent_dp.checkpoint import folder, latest, read_parameters
 from decent_dp.checkpoint.files import Shard, shard_name
-from decent_dp.checkpoint.folder import Sight, choose, claim, complete, look, make_folder, prune, remove, step_name, steps_in
+from decent_dp.checkpoint.folder import Sight, choose, claim, complete, look, make_folder, prune, step_name, steps_in
 from decent_dp.errors import CheckpointError
 from decent_dp.serialization import loaded
 from tests.faulty_disk import Died, FaultyDisk
@@ -158,24 +158,6 @@ def test_the_parameters_of_one_worker_need_its_own_shard_only(tmp_path):
         read_parameters(tmp_path, 3)
 
 
-def test_a_checkpoint_that_is_written_after_the_look_is_not_read(tmp_path, monkeypatch):
-    """``read_parameters`` looks once, beside a run that saves."""
-    snapshot = {"parameters": {"w": torch.ones(2)}, "buffers": {}, "optim": {}, "grads": {}}
-    names = [step_name(number, 0, number, "run", 1) for number in (1, 2)]
-
-    def write_one(name: str) -> None:
-        write_tree(make_folder(tmp_path / name), 0, 1, {"snapshot": snapshot, "state": {}})
-
-    def look_and_write(path: Path) -> Any:
-        found = look(path)
-        write_one(names[1])
-        return found
-
-    write_one(names[0])
-    monkeypatch.setattr(folder, "look", look_and_write)
-    assert read_parameters(tmp_path, 0)["w"].tolist() == [1.0, 1.0]
-
-
 def test_a_folder_with_another_number_of_workers_in_its_name(tmp_path):
     """The shards are of one checkpoint, and one is missing."""
     step = make_folder(tmp_path / step_name(1, 0, 1, "run", 2))
@@ -258,26 +240,6 @@ def test_only_what_is_older_than_a_complete_one_is_removed(tmp_path):
     assert steps_in(tmp_path) == [names[4], names[1]]  # the one that this run does not know stays
     prune(tmp_path, names[4], {names[4]}, 1, names)
     assert steps_in(tmp_path) == [names[4]]
-
-
-def test_all_workers_remove_a_failed_save_at_the_same_time(tmp_path, caplog):
-    n = 8
-    start = threading.Barrier(n)
-
-    def discard(name: str) -> None:
-        start.wait(20)
-        remove(tmp_path / name)
-
-    for round_ in range(20):
-        name = step_name(round_, 0, round_, "run", 2)
-        write(make_folder(tmp_path / name), round_, n=3)
-        threads = [threading.Thread(target=discard, args=(name,)) for _ in range(n)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-        assert names_in(tmp_path) == set()
-    assert caplog.text == ""
 
 
 # -- a fault at every operation --------------------------------------------------------------------------------------------
@@ -418,31 +380,6 @@ def test_a_folder_that_cannot_be_made_durable(tmp_path, monkeypatch, number):
 
 
 # -- several at a time -----------------------------------------------------------------------------------------------------
-
-
-def test_workers_write_into_one_folder_at_the_same_time(tmp_path):
-    n, path, errors = 8, tmp_path / "a" / "b", []
-    start = threading.Barrier(n)
-
-    def work(rank: int) -> None:
-        try:
-            for round_ in range(5):
-                start.wait()
-                claim(make_folder(path), "run", rank, may_take_over=False)
-                write_tree(make_folder(path / step_name(round_, 0, round_, "run", n)), rank, n, tree_of(round_, rank, 5000))
-        except BaseException as error:
-            errors.append(error)
-            raise
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(n)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert errors == []
-    _, found = look(path)
-    assert len(complete([found])) == 5
-    assert names_in(path) == {"run", *found.steps}
 
 
 def test_reading_beside_a_writer_and_pruner(tmp_path):

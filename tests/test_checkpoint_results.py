@@ -15,7 +15,6 @@ from tests.helpers import ROOT
 
 PAGE = ROOT / "docs" / "lab" / "checkpoint.md"
 COST = ROOT / "benchmarks" / "results" / "checkpoint.json"
-RESIZE = ROOT / "docs" / "results" / "resize.json"
 
 
 def committed(path: Path) -> dict[str, Any]:
@@ -43,19 +42,6 @@ def test_the_costs_of_a_small_model(tmp_path: Path) -> None:
     assert line["bytes"] > line["parameters_bytes"] + line["optimizer_bytes"]
     assert line["complete_s"] >= line["save_s"]
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_a_resize_runs_as_committed() -> None:
-    kept = {(row["run"], row["step"]): row for row in committed(RESIZE)["rows"]}
-    made = checkpoint.resize(phase=2, seeds=committed(RESIZE)["seeds"])
-    assert len(made) == len(checkpoint.PLANS) * 6
-    for row in made:
-        if row["step"] <= 2 or row["run"] == "8 workers throughout":
-            was = kept[row["run"], row["step"]]
-            assert row["loss"] == pytest.approx(was["loss"], rel=1e-3)
-            distance = was["consensus_distance"]
-            assert row["consensus_distance"] == (None if distance is None else pytest.approx(distance, rel=1e-2))
 
 
 def test_marks_are_drawn_behind_the_curves() -> None:

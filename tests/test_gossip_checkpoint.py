@@ -357,40 +357,6 @@ def test_going_back_to_before_an_optimizer_has_made_all_its_state(tmp_path):
     run.gossip.close()
 
 
-OTHERS: dict[str, dict[str, Any]] = {
-    "topology": {"topology": "complete"},
-    "int8": {"compression": "int8"},
-    "overlap": {"overlap": False},
-    "mix_every": {"mix_every": 2},
-    "rule": {"rule": OuterNesterov(momentum=0.6)},
-}
-
-
-@pytest.mark.parametrize(("way", "others"), [("files", ["topology", "int8", "mix_every"]), ("by hand", ["overlap", "rule"])])
-def test_a_run_may_resume_with_other_settings(tmp_path, way, others):
-    files: dict[int, Any] = {}
-
-    def first(transport: InProcessTransport) -> Any:
-        run = on(transport, PLAIN, steps=4)
-        save(run.gossip, tmp_path, run.extras())
-        files[transport.rank] = dumb_copy(run.by_hand())
-        return values(run.model)
-
-    def second(options: dict[str, Any], transport: InProcessTransport) -> Any:
-        run = on(transport, PLAIN, seed=9, **options)
-        if way == "files":
-            load(run.gossip, tmp_path)
-        else:
-            run.load_by_hand(files[transport.rank])
-        found = values(run.model)
-        run.act(4, 6, transport.rank)
-        return found
-
-    before = run_replicas(3, first)
-    for name in others:
-        assert_equal(run_replicas(3, partial(second, OTHERS[name])), before, name)
-
-
 @pytest.mark.parametrize("name", ["adam", "outer"])
 def test_the_users_own_state_dict_mixes_what_is_in_flight(name):
     """The model's state dict may be taken before or after, as it refers to the parameters; the mean stays."""

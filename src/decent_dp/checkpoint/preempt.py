@@ -26,7 +26,6 @@ _log = logging.getLogger(__name__)
 
 # Seconds between two looks for a signal to this worker, or a vote of another one.
 _LOOK = 0.02
-_WHAT = "a stop round"
 _CANNOT_BE_CAUGHT = (signal.SIGKILL, signal.SIGSTOP)
 # They end a process that was forked in a context. Other signals to a group of processes are not meant for it.
 _ENDS_FORKED = (signal.SIGTERM, signal.SIGINT)
@@ -243,7 +242,7 @@ class _StopVote(Listener):
                 f"did not vote for a stop round within the grace period of {self._grace:g} s: Preemption must be entered on "
                 "all workers, around the same loop."
             )
-            wait_for_all(self._replica.world, self._name, votes, max(0.0, left), _WHAT, late)
+            wait_for_all(self._replica.world, self._name, votes, max(0.0, left), "a stop round", late)
             self._is_known = True
             _log.warning("all workers stop after round %d", self.stop_round)
         elif left < 0 and not self._was_read:
@@ -264,26 +263,20 @@ class _StopVote(Listener):
         self._cast(asks=False)
 
     def _run(self) -> None:
-        failure: Exception | None = None
-        try:
-            while self._replica.life.before_first_round or not (self._request.pending or self._plane.is_asked(self._name)):
-                if self._left.wait(_LOOK):
-                    return
-        except Exception as error:  # which nobody expects
-            failure = error
+        while self._replica.life.before_first_round or not (self._request.pending or self._plane.is_asked(self._name)):
+            if self._left.wait(_LOOK):
+                return
         if self._request.pending:
             _log.warning("worker %d was asked to stop: all workers stop after the same round", self._replica.world.rank)
-        self._cast(asks=True, failure=failure)
+        self._cast(asks=True)
 
-    def _cast(self, *, asks: bool, failure: Exception | None = None) -> None:
+    def _cast(self, *, asks: bool) -> None:
         with self._lock:
             if self._vote is not None or self._replica.life.before_first_round:
                 return
             self._vote = self._engine.round + 1
             self._deadline = time.monotonic() + self._grace
             try:
-                if failure is not None:
-                    raise failure
                 self._votes = self._plane.agree(self._name, str(self._vote), asks=asks)
             except Exception as error:  # the transport was closed, or has failed
                 self._votes.set_exception(error)
