@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import logging
 import os
@@ -26,7 +25,6 @@ from decent_dp.engine.bucket import InFlight
 from decent_dp.engine.engine import Counts
 from decent_dp.engine.layout import TensorSpec
 from decent_dp.errors import PeerLostError
-from decent_dp.gradients import tensors_in
 from decent_dp.replica.replica import Listener
 from decent_dp.rules import Gossip, OuterNesterov, Round, Rule
 from decent_dp.topo import CompleteTopology, Edge, EveryTopology, RingTopology, SwitchTopology, Topology, make_topology
@@ -206,26 +204,6 @@ def test_gossip_makes_its_buckets_at_the_call(megabytes):
     assert (len(buckets) > 1) is (megabytes < 25)
     assert [name for bucket in buckets for name in bucket.buffer.names] == [name for name, _ in model.named_parameters()][::-1]
     replica.close()
-
-
-@dataclasses.dataclass
-class Output:
-    first: Any
-    second: Any
-
-
-class Opaque:
-    """Nothing in it is looked for."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(name)
-
-
-def test_the_tensors_of_an_output():
-    a, b, c, d, e, f = (torch.full((1,), float(i)) for i in range(6))
-    output = Output((d, None), {"x": [e], "y": "text"})
-    found = list(tensors_in({"a": a, "b": [b, (c, 1.0)], "plain": Opaque(), "output": output, "kind": Output, "last": f}))
-    assert [id(tensor) for tensor in found] == [id(tensor) for tensor in (a, b, c, d, e, f)]
 
 
 def trained(at: Any, driver: str, model: nn.Module, **options: Any) -> Driven:

@@ -18,7 +18,7 @@ from decent_dp import gossip
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.rules import GASLoC, OuterNesterov
 from decent_dp.tools.sim import VirtualCluster
-from decent_dp.topo import RingTopology, SwitchTopology, Topology
+from decent_dp.topo import RingTopology, SwitchTopology, Topology, TopologyReg
 from decent_dp.transport import run_replicas
 from tests.helpers import SGD, batch, net, some_and_all
 from tests.law_cases import (
@@ -26,7 +26,9 @@ from tests.law_cases import (
     Case,
     Linear,
     N,
+    Varying,
     data,
+    edit,
     gradient,
     loss_of,
     options_of,
@@ -66,8 +68,11 @@ CASES = [
         for h, overlap in ((1, False), (3, True))
     ),
     Case("base-2", "adamw", 2, k=2),
-    Case("base-2", "adamw", 2, batches=(4, 9, 6, 0)),
-    *(Case("one-peer-exp", "adamw", 1, overlap, skipped=((1, 2), (3, 2), (0, 5))) for overlap in (True, False)),
+    *(Case("base-2", "adamw", 2, rule=rule, batches=(4, 9, 6, 0)) for rule in (None, OUTER)),
+    *(
+        Case("one-peer-exp", "adamw", 1, overlap, rule, skipped=((1, 2), (3, 2), (0, 5)))
+        for overlap, rule in ((True, None), (False, None), (True, OUTER))
+    ),
 ]
 # The factor is the wrapper's alone.
 SLOWED = [Case(topology, inner, 1, overlap, factor=0.4) for topology, inner, overlap in product(PLAIN, INNER, (True, False))]
@@ -93,6 +98,23 @@ def test_four_workers_equal_numpy(driver, cases):
 def test_the_adaptive_factor(cases):
     for case in cases:
         assert_equal(run_replicas(N, lambda at, c=case: train(at.rank, c, "wrapper", at)), case, "wrapper")
+
+
+@some_and_all([case for case in CASES + SLOWED if not (case.batches or case.skipped or case.k > 1)])
+def test_the_simulator_equals_numpy(monkeypatch, cases):
+    monkeypatch.setitem(TopologyReg.registry, "varying", Varying)
+    for case in cases:
+        how = {"overlap": case.overlap, "mix_every": case.h, "rule": case.rule, "local_world_size": case.local}
+        cluster = VirtualCluster(Linear(), INNER[case.inner][0], case.topology, N, loss_fn=squares, **how)
+        cluster.set_adaptive_factor(case.factor)
+        for t in range(case.steps):
+            columns = zip(*(data(rank, t) for rank in range(N)), strict=True)
+            cluster.step(*(torch.from_numpy(np.stack(column)) for column in columns))
+            if case.edited:
+                added = torch.from_numpy(np.stack([edit(rank, t) for rank in range(N)]))
+                cluster.parameters["upper"].add_(added[:, :2])
+                cluster.parameters["lower"].add_(added[:, 2:])
+        assert_equal(np.concatenate([value.numpy() for value in cluster.parameters.values()], axis=1), case, "wrapper")
 
 
 OVER_SOCKETS = [

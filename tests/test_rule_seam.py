@@ -1,4 +1,4 @@
-"""The calls of a rule, the coding of its proposals, and the settings that workers must share."""
+"""Rules between workers: rejected differences, the coding of proposals, and the settings that workers must share."""
 
 from __future__ import annotations
 
@@ -14,194 +14,48 @@ from torch import Tensor
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.rules import Gossip, OuterNesterov, Round, Rule
 from decent_dp.tools.sim import VirtualCluster
-from decent_dp.topo import Edge, TopologyReg, make_topology
+from decent_dp.topo import Edge
 from decent_dp.transport import run_replicas
-from tests.helpers import SGD, alone, error_of, loss, net
-from tests.law_cases import Varying
-from tests.rule_cases import MomentumGossip, Recorder, Scaled, Versatile, settings_of_any_kind
+from tests.helpers import SGD, error_of, net
+from tests.rule_cases import MomentumGossip, Scaled, Versatile, settings_of_any_kind
 from tests.test_compression_in_training import Bag, flat, shake
 
 N = 4
 SOME = partial(torch.optim.SGD, lr=0.05)
 
 
-# -- the calls of a rule ---------------------------------------------------------------------------------------------------
+# -- rounds without a difference -------------------------------------------------------------------------------------------
 
 
-def check_log(log: list[Any], total: int, rounds: int, pending: int, h: int = 1) -> dict[int, set[bool]]:
-    """Every element had every round, once by each method and in order; the last ``pending`` ones only by ``propose``.
+class Counting(Rule):
+    """Plain gossip that notes, of each round, whether something came; tests/test_law.py has the numbers of such rounds."""
 
-    With mix_every=h an element has a round in the first h updates, and then in every h-th; where a topology begins, earlier or
-    later by less than h.
+    def __init__(self) -> None:
+        self.came: list[tuple[int, bool]] = []
 
-    Returns:
-        For each round whether something came, for the elements.
-    """
-    proposed, applied = np.full(total, -1), np.full(total, -1)
-    came: dict[int, set[bool]] = {}
-    for verb, number, there, something in log:
-        if verb == "propose":
-            gaps = number - proposed[there]
-            most = np.where(proposed[there] < 0, h, 2 * h - 1)
-            assert ((gaps >= 1) & (gaps <= most)).all(), f"proposes for round {number} after {proposed[there]}"
-            # With overlap=False it is this round that is applied next; else the one before has been.
-            assert (applied[there] == proposed[there]).all(), "an older round has not ended"
-            proposed[there] = number
-        else:
-            assert (proposed[there] == number).all(), "the received values belong to the last proposal"
-            assert (applied[there] < number).all(), f"applies round {number} after {applied[there]}"
-            applied[there] = number
-            came.setdefault(number, set()).add(something)
-    assert (proposed >= rounds - 2 * h + 1).all()
-    assert (proposed < rounds).all()
-    if h == 1 or not pending:
-        assert ((proposed > applied) == bool(pending)).all()
-    return came
+    def apply(self, values: Tensor, state: dict[str, Tensor], difference: Tensor | None, round: Round) -> None:
+        self.came.append((round.number, difference is not None))
+        if difference is not None:
+            values.add_(difference)
 
 
-def record(rank: int, topology: str, steps: int, *, transport: Any = None, **options: Any) -> tuple[Any, Any, list[Any]]:
-    Recorder.begin()
-    model = DecentralizedDataParallel(Bag(0), SOME, topology=topology, rule=Recorder(), transport=transport, **options)
-    x = model.module.params
-    for _ in range(steps):
-        sum((p * (rank + 1)).sum() for p in x).backward()
-    log, stats = list(Recorder.log), model.stats()
-    model.close()
-    return log, stats, [len(p.reshape(-1)) for p in x]
+def test_a_rejected_block_is_a_round_without_a_difference():
+    """int8 cannot tell differences so much larger than it expects."""
 
-
-RECORDED: list[tuple[str, dict[str, Any]]] = [
-    ("varying", {}),
-    ("varying", {"overlap": False, "param_as_bucket_view": False}),
-    ("varying", {"mix_every": 3, "bucket_size_in_mb": 1e-6}),
-    ("complete:3,ring", {"mix_every": 2}),
-    ("ring", {"compression": "bfloat16", "mix_every": 2, "overlap": False, "bucket_size_in_mb": 1e-6}),
-    ("one-peer-exp", {"compression": "int8", "param_as_bucket_view": False}),
-    ("complete", {"compression": "int8", "mix_every": 2}),
-]
-
-
-def record_all(rank: int, n: int, cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
-    TopologyReg.registry["varying"] = Varying
-    return [record(rank, topology, 8, **options) for topology, options in cases]
-
-
-def edge_in(topology: str, t: int, rank: int, h: int) -> Edge:
-    """A worker's edge in update t, which is mix t // h of the bucket whose turn it is."""
-    TopologyReg.registry["varying"] = Varying
-    made = make_topology(topology, local_world_size=1, world_size=N, rank=0)
-    return next(edge for edge in made.round(t // h) if rank in edge.ranks)
-
-
-@pytest.mark.parametrize(
-    "cases", [[RECORDED[i] for i in (1, 2, 3, 5)], pytest.param(RECORDED, marks=pytest.mark.slow)], ids=["some", "all"]
-)
-def test_a_rule_is_called_for_every_round(workers, cases):
-    """Also of those in which this worker is idle, and also by the buckets that are small."""
-    results = workers(N, record_all, cases)
-    for rank, found in enumerate(results):
-        for (topology, options), (log, stats, numels) in zip(cases, found, strict=True):
-            h = options.get("mix_every", 1)
-            came = check_log(log, sum(numels), 8, int(options.get("overlap", True)), h)
-            for t, something in came.items():
-                if "," in topology and h > 1:
-                    continue  # the rounds of a part begin with its first update
-                edge = edge_in(topology, t, rank, h)
-                meets = len(edge.ranks) > 1 and edge.weight < 1.0
-                assert something == {meets} or (options.get("compression") == "int8" and meets), (topology, options, rank, t)
-            if h == 1:
-                assert set(range(8)) == {number for _, number, *_ in log}
-            proposals = [entry for entry in log if entry[0] == "propose"]
-            slices = {(there.start, there.stop) for _, _, there, _ in proposals}
-            rounds = {(number, there.start) for _, number, there, _ in proposals}
-            assert len(proposals) == len(rounds), "one call for each slice and round"
-            assert h > 1 or len(proposals) == 8 * len(slices)
-            assert stats.rounds == 8
-
-
-def far_apart(rank: int) -> tuple[list[Any], int, int, int]:
-    """int8 cannot tell differences so much larger than it expects; then the blocks are rejected."""
-    Recorder.begin()
-    model = DecentralizedDataParallel(
-        Bag(0), partial(torch.optim.SGD, lr=0.0), topology="one-peer-exp", compression="int8", rule=Recorder()
-    )
-    shake(model.module, rank, 1000.0)
-    for _ in range(6):
-        sum(p.sum() for p in model.module.params).backward()
-    log, rejected, total = list(Recorder.log), model.stats().rejected, sum(p.numel() for p in model.module.params)
-    model.close()
-    return log, rejected, total, 6
-
-
-def uneven(rank: int) -> tuple[list[Any], int]:
-    Recorder.begin()
-    model = DecentralizedDataParallel(net(), SGD, topology="ring", rule=Recorder(), mix_every=2)
-    with model.join():
-        for t in range(3 + 4 * rank):
-            loss(model, t, rank).backward()
-    log, total = list(Recorder.log), sum(p.numel() for p in model.module.parameters())
-    assert model.stats().rounds == 7
-    model.close()
-    return log, total
-
-
-def skipped(rank: int) -> tuple[list[Any], int]:
-    """Some steps are skipped by the scaler, the factor is 0 for a while, and a backward fails half-way."""
-    Recorder.begin()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    model = DecentralizedDataParallel(net(), SGD, topology="ring", rule=Recorder(), scaler=scaler)
-    for t in range(7):
-        model.set_adaptive_factor(0.0 if t in (2, 3) else 1.0)
-        value = loss(model, t, rank) * (float("inf") if t == 4 else 1.0)
-        scaler.scale(value).backward()
-    log, total = list(Recorder.log), sum(p.numel() for p in model.module.parameters())
-    assert (model.stats().updates, model.stats().rounds) == (6, 7)
-    model.close()
-    return log, total
-
-
-def in_two_workers(rank: int, n: int) -> Any:
-    return far_apart(rank), uneven(rank), skipped(rank)
-
-
-def test_rounds_without_a_step_or_a_difference_are_rounds(workers):
-    for apart, (log, total), (skipping, of_skipping) in workers(2, in_two_workers):
-        log_apart, rejected, numbers, rounds = apart
-        came = check_log(log_apart, numbers, rounds, 1)
-        assert came[0] == {False}
-        assert True in came[rounds - 2]
-        assert sum(verb == "apply" and not something for verb, _, _, something in log_apart) == rejected > 0
-        check_log(log, total, 7, 1, 2)
-        came = check_log(skipping, of_skipping, 7, 1)
-        # The factor is that at the time of the mix: in updates 2 and 3, those of rounds 1 and 2.
-        assert [came[t] for t in range(6)] == [{True}, {False}, {False}, {True}, {True}, {True}]
-
-
-def test_one_worker_calls_its_rule_in_every_round():
-    for options in ({}, {"overlap": False, "mix_every": 2, "bucket_size_in_mb": 1e-6}):
-        Recorder.begin()
-        model = alone(net(), rule=Recorder(), **options)
-        for t in range(5):
-            loss(model, t).backward()
-        log = list(Recorder.log)
-        h = options.get("mix_every", 1)
-        came = check_log(log, sum(p.numel() for p in model.parameters()), 5, int(not options), h)
-        assert set.union(*came.values()) == {False}
-        assert {number for _, number, *_ in log} == set(range(5))
+    def far_apart(at: Any) -> tuple[list[tuple[int, bool]], int]:
+        rule, sgd = Counting(), partial(torch.optim.SGD, lr=0.0)
+        model = DecentralizedDataParallel(Bag(0), sgd, topology="one-peer-exp", compression="int8", rule=rule, transport=at)
+        shake(model.module, at.rank, 1000.0)
+        for _ in range(6):
+            sum(p.sum() for p in model.module.params).backward()
+        found = list(rule.came), model.stats().rejected
         model.close()
+        return found
 
-
-@pytest.mark.parametrize("compression", [None, "int8"])
-def test_the_simulator_calls_the_rule_in_every_round(compression):
-    TopologyReg.registry["varying"] = Varying
-    for topology, h in (("varying", 1), ("complete:3,ring", 2)):
-        Recorder.begin()
-        cluster = VirtualCluster(
-            net(), SGD, topology, N, loss_fn=squares, compression=compression, mix_every=h, rule=Recorder()
-        )
-        for t in range(7):
-            cluster.step(torch.randn(N, 5, 6, generator=torch.Generator().manual_seed(t)))
-        check_log(Recorder.log, N * sum(p.numel() for p in net().parameters()), 7, 1, h)
+    for came, rejected in run_replicas(2, far_apart):
+        assert {something for t, something in came if t == 0} == {False}
+        assert (4, True) in came
+        assert sum(not something for _, something in came) == rejected > 0
 
 
 def squares(model: Any, x: Tensor) -> Tensor:
