@@ -293,7 +293,7 @@ LINES = {
     "topo": (1719, 1400),
     "rules": (489, 600),
     "compression": (2196, 1800),
-    "optim": (1720, 1700),
+    "optim": (1716, 1700),
     "transport": (8528, 3200),
     "engine": (981, 1000),
     "membership": (1640, 1100),

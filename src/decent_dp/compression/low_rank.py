@@ -351,7 +351,7 @@ class LowRank(Compression):
 
 
 class _Numbers(Sequence[Tensor]):
-    """Tensors that are made when they are read; the last one is kept."""
+    """Tensors that are made when they are read; the last one is kept. A hint mostly reads none."""
 
     def __init__(self, length: int, make: Callable[[int], Tensor]) -> None:
         self._length, self._make = length, make

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from .rows import Row, refuse_capture
+from .rows import Row, label_of, refuse_capture, refuse_sparse
 from .update import Hyperparameters, accum_adam, state_dtype
 
 __all__ = ["AccumAdam", "AccumAdamW", "accum_adam_foreach", "accum_adamw_foreach"]
@@ -141,7 +141,7 @@ class _AccumAdamBase(Optimizer):
             for i, param in enumerate(group["params"]):
                 if param.is_complex():
                     raise TypeError(
-                        f"{type(self).__name__} does not support complex parameters, but {_label(group, i)} is "
+                        f"{type(self).__name__} does not support complex parameters, but {label_of(group, i)} is "
                         f"{param.dtype}; optimize torch.view_as_real of it instead"
                     )
         except Exception:
@@ -225,24 +225,20 @@ class _AccumAdamBase(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group, rows in [(group, self._gather(group)) for group in self.param_groups]:
+        refuse_sparse(self, type(self).__name__)
+        for group in self.param_groups:
             (beta1, beta2), lr, s = group["betas"], float(group["lr"]), group["accum_iter"]
             hyper = Hyperparameters(beta1, beta2, lr, group["weight_decay"], group["eps"], s, self._decoupled)
-            accum_adam(rows, hyper, foreach=group["foreach"] is not False, compiled=group["compiled"])
+            accum_adam(self._gather(group), hyper, foreach=group["foreach"] is not False, compiled=group["compiled"])
         return loss
 
     def _gather(self, group: dict[str, Any]) -> list[Row]:
         """The rows of the parameters that have a gradient; makes missing state."""
         rows: list[Row] = []
-        for i, param in enumerate(group["params"]):
+        for param in group["params"]:
             grad = param.grad
             if grad is None:
                 continue
-            if grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"{type(self).__name__} does not support sparse gradients, but {_label(group, i)} has one "
-                    f"({grad.layout}); make it dense (nn.Embedding(..., sparse=False)) or use torch.optim.SparseAdam"
-                )
             state = self.state[param]
             if not state:
                 state["step"] = _new_step()
@@ -304,12 +300,6 @@ def _check_options(options: dict[str, Any]) -> None:
         raise ValueError(f"accum_iter must be an int >= 1, but is {accum_iter!r}")
     if options["compiled"] and options["foreach"] is False:
         raise ValueError("compiled=True and foreach=False ask for two different forms of the update")
-
-
-def _label(group: dict[str, Any], i: int) -> str:
-    """The name of the i-th parameter of a group in an error message."""
-    name = f"{group['param_names'][i]!r}, " if "param_names" in group else ""
-    return f"parameter {i} ({name}shape {tuple(group['params'][i].shape)})"
 
 
 def _new_step(step: float = 0.0) -> Tensor:

@@ -39,7 +39,7 @@ from torch.optim.optimizer import ParamsT
 from decent_dp._checks import check_integer
 from decent_dp._dtensors import local
 from decent_dp._triton import load_triton
-from decent_dp.optim.rows import Row, refuse_capture, split_rows
+from decent_dp.optim.rows import Row, refuse_capture, refuse_sparse, split_rows
 
 __all__ = ["OWN", "GossipAdamW"]
 
@@ -142,7 +142,7 @@ class GossipAdamW(AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._refuse_sparse()
+        refuse_sparse(self, type(self).__name__)
         for group in self.param_groups:
             for (step, vector, *_), alike in self._gather(group).items():
                 numbers = self._numbers(group, step, vector=vector)
@@ -151,15 +151,6 @@ class GossipAdamW(AdamW):
             # Views of the parameters were written to, and autograd would miss that saved tensors have changed.
             torch.autograd.graph.increment_version([param for param in group["params"] if param.grad is not None])
         return loss
-
-    def _refuse_sparse(self) -> None:
-        for param in (param for group in self.param_groups for param in group["params"]):
-            if param.grad is not None and param.grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"{type(self).__name__} does not support sparse gradients, but a parameter of shape "
-                    f"{tuple(param.shape)} has one ({param.grad.layout}): make it dense (nn.Embedding(..., sparse=False)) or "
-                    "use torch.optim.SparseAdam"
-                )
 
     def _gather(self, group: dict[str, Any]) -> dict[tuple[int, bool, torch.device, torch.dtype], list[Row]]:
         """The parameters that have a gradient, by step (which is counted), whether they are vectors, device and dtype.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-__all__ = ["Row", "refuse_capture", "split_rows"]
+__all__ = ["Row", "label_of", "refuse_capture", "refuse_sparse", "split_rows"]
 
 # A parameter of one update, or a part of it: the parameter, its gradient, and tensors of its state.
 Row: TypeAlias = "tuple[Tensor, ...]"
@@ -27,6 +28,23 @@ def refuse_capture(what: str) -> None:
             f"a CUDA graph is being captured, and the step of {what} cannot be part of it, as each step has other numbers: "
             "capture the forward and the backward alone (torch.cuda.make_graphed_callables)."
         )
+
+
+def label_of(group: dict[str, Any], i: int) -> str:
+    """The i-th parameter of a group in an error message."""
+    name = f"{group['param_names'][i]!r}, " if "param_names" in group else ""
+    return f"parameter {i} ({name}shape {tuple(group['params'][i].shape)})"
+
+
+def refuse_sparse(optimizer: Optimizer, what: str) -> None:
+    """Raises RuntimeError if a gradient is sparse."""
+    for group in optimizer.param_groups:
+        for i, param in enumerate(group["params"]):
+            if param.grad is not None and param.grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"{what} does not support sparse gradients, but {label_of(group, i)} has one ({param.grad.layout}): make "
+                    "it dense (nn.Embedding(..., sparse=False)) or use torch.optim.SparseAdam"
+                )
 
 
 def split_rows(rows: Sequence[Row]) -> Iterator[list[Row]]:

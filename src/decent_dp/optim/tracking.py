@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from decent_dp._dtensors import local, placed
 from decent_dp.optim.gossip_adamw import OWN, GossipAdamW
+from decent_dp.optim.rows import refuse_sparse
 from decent_dp.rules import Gossip, MomentumTracking, Rule
 
 __all__ = ["FADE_EVERY", "Tracking", "momentum_of", "rule_for"]
@@ -264,17 +265,13 @@ class Tracking:
     def _correct(self) -> None:
         if self._former is not None:
             return
+        refuse_sparse(self._optimizer, "MomentumTracking")
         for group in self._optimizer.param_groups:
             scale = (-1.0 if group.get("maximize") else 1.0) * self._scale(group)
             for param in group["params"]:
                 grad = param.grad
                 if grad is None or param not in self._pairs:
                     continue
-                if grad.layout != torch.strided:
-                    raise RuntimeError(
-                        "MomentumTracking does not support sparse gradients, but a parameter of shape "
-                        f"{tuple(param.shape)} has one: make it dense (nn.Embedding(..., sparse=False))."
-                    )
                 if param not in self._begun:  # the optimizer makes its momentum in this step
                     continue
                 tracked, own = map(local, self._pairs[param])
