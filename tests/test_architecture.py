@@ -332,7 +332,6 @@ def test_no_file_or_class_has_the_name_of_another():
 MOST_METHODS, MOST_ATTRIBUTES = 12, 15
 LARGE: dict[str, tuple[int, int]] = {
     "ddp.py:DecentralizedDataParallel": (19, 6),
-    "integrations/_lightning_common.py:LightningOverSurvivors": (14, 2),
     "integrations/lightning.py:GossipStrategy": (22, 9),
     "tools/sim/cluster.py:VirtualCluster": (18, 11),
 }
