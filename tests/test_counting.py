@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import warnings
 from functools import partial
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 import torch
+from torch import nn
 
 from decent_dp.ddp import DecentralizedDataParallel, Stats
 from decent_dp.transport import run_replicas
@@ -103,37 +107,120 @@ def enter(context: Any) -> None:
 
 
 OBSERVERS = {
-    "set_accumulate_grad": lambda m: m.set_accumulate_grad(True),
-    "no_sync": lambda m: enter(m.no_sync()),
     "state_dict": lambda m: m.state_dict(),
     "module.state_dict": lambda m: m.module.state_dict(),
     "optim_state_dict": lambda m: m.optim_state_dict(),
-    "global_avg": lambda m: m.global_avg(),
+    "global_avg": lambda m: (m.global_avg(), m.revert_global_avg()),
     "averaged": lambda m: enter(m.averaged()),
     "consensus_distance": lambda m: m.consensus_distance(),
     "parameters": lambda m: list(m.parameters()),
     "named_parameters": lambda m: list(m.named_parameters()),
-    "zero_grad": lambda m: m.zero_grad(),
-    "load": lambda m: m.load_state_dict(copy.deepcopy(m.module).state_dict()),
-    "close": lambda m: m.close(),
-    "an evaluation": lambda m: (m.eval(), m(batch(5)[0])),
+    "an evaluation": lambda m: (m.eval(), m(batch(5)[0]), m.train()),
 }
 
 
-@pytest.mark.parametrize("observer", OBSERVERS)
+class Reference:
+    """Plain PyTorch with windows as the documents define them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.optimizer = model, SGD(list(model.named_parameters()))
+        self.keeps, self.window, self.updates, self.rounds = False, "idle", 0, 0
+
+    def step(self) -> None:
+        self.updates += any(p.grad is not None for p in self.model.parameters())
+        self.rounds += 1
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.window = "idle"
+
+    def backward(self, t: int, keeps: bool) -> None:
+        loss(self.model, t).backward()
+        if keeps:
+            self.window = "open"
+        else:
+            self.step()
+
+    def observe(self) -> None:
+        if self.window == "pending":
+            self.step()
+
+
+CALLS = st.one_of(
+    st.just(("backward",)),
+    st.tuples(st.just("accumulate"), st.booleans()),
+    st.tuples(st.just("no_sync"), st.integers(0, 2), st.sampled_from(["once", "nested", "raises"])),
+    st.tuples(st.just("zero_grad"), st.booleans()),
+    st.tuples(st.just("observe"), st.sampled_from([*OBSERVERS])),
+    st.tuples(st.just("update"), st.booleans()),
+)
+
+
+def call(model: Any, twin: Reference, t: int, what: str, *how: Any) -> None:
+    if what == "backward":
+        loss(model, t).backward()
+        twin.backward(t, twin.keeps)
+    elif what == "accumulate":
+        model.set_accumulate_grad(*how)
+        twin.observe()
+        (twin.keeps,) = how
+        if twin.window == "open" and not twin.keeps:
+            twin.window = "pending"
+    elif what == "no_sync":
+        twin.observe()
+        with (
+            contextlib.suppress(KeyError),
+            model.no_sync(),
+            model.no_sync() if how[1] == "nested" else contextlib.nullcontext(),
+        ):
+            for i in range(how[0]):
+                loss(model, t + i).backward()
+                twin.backward(t + i, keeps=True)
+            if how[1] == "raises":
+                raise KeyError
+    elif what == "zero_grad":
+        model.zero_grad(*how)
+        twin.observe()
+        twin.optimizer.zero_grad(*how)
+        twin.window = "pending" if twin.window == "pending" else "idle"
+    elif what == "observe":
+        OBSERVERS[how[0]](model)
+        twin.observe()
+    else:  # also gradients that were set by hand
+        for param in (*model.module.parameters(), *twin.model.parameters()) if how[0] else ():
+            param.grad = torch.full_like(param, 0.1)
+        model.update()
+        twin.step()
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(st.lists(CALLS, min_size=3, max_size=12))
+def test_windows_are_those_of_the_documents(calls):
+    """What observes a pending window makes its update, and an open one stays open; a window that is discarded is none."""
+    model, twin = alone(net()), Reference(net())
+    for number, (what, *how) in enumerate(calls):
+        call(model, twin, 10 * number, what, *how)
+        assert counts(model) == (twin.updates, twin.rounds), calls[: number + 1]
+        assert_same(values(model.module), values(twin.model))
+    model.close()
+
+
+@pytest.mark.parametrize("observer", [*OBSERVERS, "load", "close"])
 def test_every_observer_updates_a_pending_window(observer):
     model = alone(net())
+    with model.no_sync():
+        loss(model, 0).backward()
     model.set_accumulate_grad(True)
-    loss(model, 0).backward()
     loss(model, 1).backward()
     model.set_accumulate_grad(False)
-    before = {name: p.detach().clone() for name, p in model.module.named_parameters()}
     assert counts(model) == (0, 0)
-    assert_same({n: p.detach() for n, p in model.module.named_parameters()}, before)
-    OBSERVERS[observer](model)
+    if observer == "load":
+        model.load_state_dict(copy.deepcopy(model.module).state_dict())
+    elif observer == "close":
+        model.close()
+    else:
+        OBSERVERS[observer](model)
     assert counts(model) == (1, 1)
-    if observer != "load":
-        assert_same(model.module, plain(net(), [[0, 1]]))
+    assert observer == "load" or assert_same(model.module, plain(net(), [[0, 1]])) is None
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -154,94 +241,6 @@ def test_pending_window_and_an_evaluation_in_inference_mode(first, adam):
     model.train()
     loss(model, 1).backward()
     assert_same(model, plain(net(), [*steps, [1]], optim_fn))
-
-
-def test_the_next_backward_joins_a_pending_window():
-    model = alone(net())
-    model.set_accumulate_grad(True)
-    loss(model, 0).backward()
-    model.set_accumulate_grad(False)
-    loss(model, 1).backward()
-    assert counts(model) == (1, 1)
-    assert_same(model, plain(net(), [[0, 1]]))
-
-
-@pytest.mark.parametrize(
-    "observer",
-    [o for o in OBSERVERS if o not in ("zero_grad", "close", "load", "no_sync", "set_accumulate_grad", "an evaluation")],
-)
-def test_open_window_stays_open(observer):
-    model = alone(net())
-    with model.no_sync():
-        loss(model, 0).backward()
-    OBSERVERS[observer](model)
-    model.eval()
-    model(batch(0)[0])
-    model.train()
-    assert counts(model) == (0, 0)
-    if observer == "global_avg":
-        model.revert_global_avg()
-    loss(model, 1).backward()
-    assert counts(model) == (1, 1)
-    assert_same(model, plain(net(), [[0, 1]]))
-
-
-def test_zero_grad_discards_an_open_window():
-    model = alone(net())
-    with model.no_sync():
-        loss(model, 0).backward()
-        model.zero_grad()
-        loss(model, 1).backward()
-    loss(model, 2).backward()
-    assert counts(model) == (1, 1)
-    assert_same(model, plain(net(), [[1, 2]]))
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_discarded_window_is_not_pending(set_to_none):
-    model = alone(net())
-    loss(model, 0).backward()  # momentum: an update with zeros would move
-    model.set_accumulate_grad(True)
-    loss(model, 1).backward()
-    model.zero_grad(set_to_none)
-    model.set_accumulate_grad(False)
-    model.state_dict()
-    assert counts(model) == (1, 1)
-
-
-def test_set_accumulate_grad_without_gradients_makes_nothing_pending():
-    model = alone(net())
-    for flag in (True, False, True, False):
-        model.set_accumulate_grad(flag)
-    model.state_dict()
-    assert counts(model) == (0, 0)
-    model.set_accumulate_grad(True)
-    loss(model, 0).backward()
-    for p in model.module.parameters():
-        p.grad = None
-    model.set_accumulate_grad(False)
-    model.state_dict()
-    assert counts(model) == (0, 0)
-
-
-def test_no_sync_nests_and_keeps_set_accumulate_grad():
-    model = alone(net())
-    model.set_accumulate_grad(True)
-    with model.no_sync(), model.no_sync():
-        loss(model, 0).backward()
-    loss(model, 1).backward()
-    assert counts(model) == (0, 0)
-    model.set_accumulate_grad(False)
-    loss(model, 2).backward()
-    assert_same(model, plain(net(), [[0, 1, 2]]))
-
-
-def test_no_sync_ends_with_an_exception():
-    model = alone(net())
-    with pytest.raises(KeyError), model.no_sync():
-        raise KeyError
-    loss(model, 0).backward()
-    assert counts(model) == (1, 1)
 
 
 def test_accumulation_keeps_the_rounds_in_step():
@@ -326,32 +325,6 @@ def test_autograd_grad_is_no_update():
     loss(model, 0).backward()
     assert counts(model) == (1, 1)
     assert_same(model, plain(net(), [[0]]))
-
-
-def test_update_applies_gradients_set_by_hand():
-    model = alone(net())
-    twin = net()
-    optimizer = SGD(list(twin.named_parameters()))
-    for _ in range(3):
-        for m in (model.module, twin):
-            for i, p in enumerate(m.parameters()):
-                p.grad = torch.full_like(p, 0.1 * (i + 1))
-        optimizer.step()
-        model.update()
-    assert counts(model) == (3, 3)
-    assert_same(model, twin)
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_update_without_gradients_is_a_round_and_no_step():
-    schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
-    model = alone(net(), lr_scheduler_fn=schedule)
-    loss(model, 0).backward()
-    before = values(model)
-    model.update()
-    assert counts(model) == (1, 2)
-    assert model.get_lr() == 0.05
-    assert_same(model, before)
 
 
 @pytest.mark.parametrize("call", ["update", "global_avg", "consensus_distance"])
