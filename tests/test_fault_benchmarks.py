@@ -76,6 +76,7 @@ LIMITS: dict[str, dict[str, float]] = {
     "freeze": {"hole": 5.0, "longest": 5.0, "planned": 16.0, "mixed": 6.0},
     "wakes in time": {"longest": 5.0, "mixed": 3.0},
     "short freeze": {"longest": 4.0, "left_out": 0},
+    "late once": {"longest": 5.0, "left_out": 0},
     "nan": {"longest": 1.5, "healed": 3.0, "sick": 0},
     "close": {"longest": 1.5, "planned": 5.0},
     "suspended": {"left_out": 2},

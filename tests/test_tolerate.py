@@ -93,18 +93,15 @@ def trains(rank: int, n: int, kind: str, options: dict[str, Any]) -> Any:
 
 
 CASES = [
-    ("gossip", {}),
     ("gossip", {"compression": "int8", "bucket_size_in_mb": 0}),
     ("gossip", {"compression": "low-rank:1,int8"}),
     ("gossip", {"mix_every": 3, "rule": OuterNesterov()}),
     ("gossip", {"overlap": False, "compression": "bfloat16"}),
     ("wrapper", {"topology": "ring"}),
-    ("wrapper", {"compression": "int8", "mix_every": 2}),
-    ("gossip", {"rule": MomentumTracking()}),
     ("wrapper", {"rule": MomentumTracking(), "compression": "int8"}),
 ]
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
-EACH_CASE = pytest.mark.parametrize(("kind", "options"), [CASES[1], *SLOW])
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:]]
+EACH_CASE = pytest.mark.parametrize(("kind", "options"), [CASES[0], *SLOW])
 
 
 @EACH_CASE
@@ -139,8 +136,8 @@ def survives(rank: int, n: int, kind: str, options: dict[str, Any], victim: int)
 
 
 @EACH_CASE
-@pytest.mark.parametrize("victim", [3])
-def test_the_others_train_on_and_agree_on_their_mean(workers, kind, options, victim):
+def test_the_others_train_on_and_agree_on_their_mean(workers, kind, options):
+    victim = 3
     outcomes = workers.outcomes(4, survives, kind, options, victim)
     assert outcomes[victim].exitcode == -signal.SIGKILL
     found = [outcome.value for rank, outcome in enumerate(outcomes) if rank != victim]
@@ -370,35 +367,6 @@ def test_a_slow_worker_slows_nobody_and_mixes(workers):
     assert mixed > 0.3
 
 
-def is_late(rank: int, n: int, kind: str, options: dict[str, Any], path: str) -> Any:
-    """Worker 1 is late by far more than the others wait, in the middle of the run."""
-    model, optimizer, replica = make(rank, kind, faults=decent_dp.Tolerate(dead_after=1.0), **options)
-    for t in range(60):
-        if (rank, t) == (1, 20):
-            time.sleep(2.0)
-        step(model, optimizer, t, rank)
-        time.sleep(0.01)
-        if t in (40, 59):
-            assert decent_dp.save(replica, path).error is None
-    apart = replica.consensus_distance()
-    stats = replica.stats()
-    replica.close()
-    return stats.updates, stats.rounds, stats.holes, apart
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [("wrapper", {"bucket_size_in_mb": 0}), ("gossip", {"compression": "int8"}), ("gossip", {"rule": MomentumTracking()})],
-)
-@pytest.mark.slow
-def test_a_late_worker_goes_on_with_the_others_and_all_save(workers, tmp_path, kind, options):
-    found = workers(3, is_late, kind, options, str(tmp_path))
-    assert {updates for updates, *_ in found} == {60}
-    assert len({rounds for _, rounds, *_ in found}) == 1
-    assert found[1][1] > 60 < found[1][1] + found[1][2]
-    assert len({apart for *_, apart in found}) == 1
-
-
 def goes_back(rank: int, n: int) -> Any:
     model, optimizer, replica = make(rank)
     for t in range(10):
@@ -444,23 +412,6 @@ def test_no_living_worker_knows_of_both_deaths(workers):
     outcomes = workers.outcomes(4, dies_with_its_neighbour)
     assert [outcome.error for outcome in outcomes[2:]] == ["", ""], outcomes
     assert outcomes[2].value == outcomes[3].value
-
-
-def evaluates(rank: int, n: int) -> Any:
-    model, optimizer, replica = make(rank, overlap=False)
-    for t in range(50):
-        step(model, optimizer, t, rank)
-        if t % 10 == 9:
-            with replica.averaged():
-                pass
-            time.sleep(0.3 * (rank == 0))
-    holes = replica.stats().holes
-    replica.close()
-    return holes
-
-
-def test_an_evaluation_makes_no_holes(workers):
-    assert workers(2, evaluates) == [0, 0]
 
 
 # -- threads ---------------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ _OTHERS = 5.0
 _FREE = 30.0
 # Seconds between two looks at the store.
 _AGAIN = 0.5
-# Looks after which a process that has taken a place and is no member counts as ended.
+# Looks after which a process that has drawn a place and is no member counts as ended.
 _LOOKS = 10
 
 T = TypeVar("T")
@@ -394,20 +394,13 @@ def _given_rank(run: Run, text: object) -> int:
 
 
 def _free_rank(run: Run, *, shared: bool) -> int | None:
-    """A rank that no member has; None if there is none, or others that look at the same time were faster.
+    """A rank that no member has; None if there is none, or others that look at the same time have drawn them all.
 
     Args:
-        shared: also one that another process has taken, as that may have ended. The members let one of them in.
+        shared: also one that another process has drawn, as that may have ended. The members let one of them in.
     """
-
-    def take(store: Store) -> int | None:
-        keys = {rank: f"{run.run_id}/free/{run.epoch.number}/{rank}" for rank in range(run.record.places)}
-        taken = {rank: add_to(store, key, 0) for rank, key in keys.items() if rank not in run.epoch.members}
-        for rank in sorted(taken, key=lambda rank: taken[rank]):
-            if taken[rank] and not shared:
-                break
-            if add_to(store, keys[rank], 1) == taken[rank] + 1:
-                return rank
+    free = [rank for rank in range(run.record.places) if rank not in run.epoch.members]
+    if not free:
         return None
-
-    return run.ask(take)
+    drawn = run.ask(lambda store: add_to(store, f"{run.run_id}/free/{run.epoch.number}", 1)) - 1
+    return free[drawn % len(free)] if drawn < len(free) or shared else None
