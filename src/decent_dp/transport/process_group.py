@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import time
@@ -135,7 +136,7 @@ class ProcessGroupTransport(Transport):
         except (RuntimeError, ValueError, OSError, ZMQError) as found:
             error = str(found)
         try:
-            _refuse_deaf(error, shared.rank, group)
+            _introduce(shared, error, group)
         except BaseException:
             if sockets is not None:
                 sockets.close_all()
@@ -205,8 +206,6 @@ class ProcessGroupTransport(Transport):
         return self.timeout / 2 if self.neighbours is None else min(self.timeout / 2, self._known.dead_after)
 
     def tolerate(self, faults: Tolerate) -> Neighbours:
-        if not self._rendezvous.incarnation:  # a process that joins looks up those that it meets
-            self._rendezvous.look_up_addresses()
         self.neighbours, self.table, self.groups = self._known, self._known.table, EdgeGroups()
         self._exchanges.policy = HolesAllowed(self._wire, self._known, self.timeout)
         self.control = self._collectives("call", _CALLS)
@@ -290,15 +289,22 @@ class NewcomerTransport(ProcessGroupTransport):
         self.control = self._members
 
 
-def _refuse_deaf(error: str, rank: int, group: Any) -> None:
-    """Raises the same RuntimeError on all workers of ``group`` if one cannot listen. ``error``: this one's, if it is that."""
-    texts: dict[int, Any] = {rank: error}
+def _introduce(shared: Rendezvous, error: str, group: Any) -> None:
+    """All workers of ``group`` get to know each other's addresses; None: this process joins alone.
+
+    Args:
+        error: why this worker cannot listen. Then a RuntimeError is raised on all.
+    """
+    said: list[Any] = [[error, json.dumps(shared.addresses.get(shared.rank))]]
+    ranks: Sequence[int] = [shared.rank]
     if group is not None:
-        found: list[Any] = [""] * dist.get_world_size(group)
-        dist.all_gather_object(found, error, group=group)
-        texts = dict(enumerate(found))
-    if any(texts.values()):
-        raise RuntimeError(" ".join(f"Worker {rank}: {text}" for rank, text in texts.items() if text))
+        own, ranks = said[0], range(shared.run.world_size)
+        said = [None] * len(ranks)
+        dist.all_gather_object(said, own, group=group)
+    if any(text for text, _ in said):
+        raise RuntimeError(" ".join(f"Worker {rank}: {text}" for rank, (text, _) in zip(ranks, said, strict=True) if text))
+    for rank, (_, address) in zip(ranks, said, strict=True):
+        shared.keep_address(rank, shared.incarnation, address)
 
 
 def _io_threads() -> int:

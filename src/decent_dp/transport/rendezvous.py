@@ -1,7 +1,6 @@
-"""What the workers of one wrapper have in common, and communicators of their own on the store of a process group.
+"""What the workers of one wrapper have in common, in the store of their process group under a prefix of its own.
 
-``dist.new_group`` must be called by every worker of the world and forgets the parent's timeout. So each wrapper uses a prefix
-of the store whose name rank 0 draws and shares over the process group, and a communicator is made by its members alone.
+Its name is drawn by rank 0, which shares it over the process group.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -212,36 +210,19 @@ class Rendezvous:
 
         Raises:
             OSError: the store does not answer.
-            RuntimeError: the process has stored no address, or not in time if it began with this one; or something else has.
+            RuntimeError: the process has stored no address, or something else has.
         """
         address = self.addresses.get(rank)
         if address is not None and address["incarnation"] == incarnation:
             return address
-        key = address_key(rank, incarnation)
-        if incarnation or self.incarnation:
-            # The store may be another one than at the start, or stopped.
-            value = self.client.run(lambda store: read_bytes(store, f"{self.run_id}/{key}"), seconds)
-            if not value:  # b"": it has left
-                raise RuntimeError(f"worker {rank} has stored no address")
-        else:
-            # The store's own timeout, which ``get`` has, is another: half an hour by default.
-            self.store.wait([key], timedelta(seconds=seconds))
-            value = self.store.get(key)
-        return self._keep_address(rank, incarnation, value)
+        key = f"{self.run_id}/{address_key(rank, incarnation)}"
+        value = self.client.run(lambda store: read_bytes(store, key), seconds)
+        if not value:  # b"": it has left
+            raise RuntimeError(f"worker {rank} has stored no address")
+        return self.keep_address(rank, incarnation, value)
 
-    def look_up_addresses(self) -> None:
-        """Reads the addresses of all workers that began the run, so that ``address_of`` does not need the store.
-
-        Raises:
-            RuntimeError: as of ``address_of``.
-        """
-        others = [rank for rank in range(self.run.world_size) if rank not in self.addresses]
-        keys = [address_key(rank, 0) for rank in others]
-        self.store.wait(keys, timedelta(seconds=self.run.timeout))
-        for rank, value in zip(others, self.store.multi_get(keys), strict=True):
-            self._keep_address(rank, 0, value)
-
-    def _keep_address(self, rank: int, incarnation: int, value: bytes) -> dict[str, Any]:
+    def keep_address(self, rank: int, incarnation: int, value: str | bytes) -> dict[str, Any]:
+        """The address that a process of this incarnation has said. Raises RuntimeError if it is none."""
         try:
             address = read_address(json.loads(value))
             if address["incarnation"] != incarnation:
