@@ -290,31 +290,6 @@ def test_a_lab_that_cannot_be_built_is_removed() -> None:
 
 
 @pytest.mark.slow
-def test_a_lab_ends_all_its_processes(tmp_path: Path) -> None:
-    if lacking():
-        return
-    everyone: list[int] = []
-
-    def use() -> None:
-        with Lab(2, None) as network, (tmp_path / "log").open("wb") as log:
-            first = network.start(0, ["sleep", "100"], os.environ, log)
-            # It ignores what is polite, and has a child in another process group.
-            network.start(1, ["sh", "-c", "trap '' TERM INT; setsid sleep 100 & wait"], os.environ, log)
-            wait_for(lambda: sum(len(pids(name)) for name in namespaces(os.getpid())) >= 3)
-            everyone.extend(pid for name in namespaces(os.getpid()) for pid in pids(name))
-            with pytest.raises(TimeoutError, match="2 of 2 workers still ran"):
-                network.wait(0.1)
-            first.kill()
-            assert network.wait(10) == (0, -signal.SIGKILL)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        use()
-    assert namespaces(os.getpid()) == []
-    wait_for(lambda: not any(Path(f"/proc/{pid}/cwd").exists() for pid in everyone))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "a worker killed"])
 def test_an_interrupted_run_is_removed_completely(how: str, tmp_path: Path) -> None:
     if lacking():
@@ -331,19 +306,6 @@ def test_an_interrupted_run_is_removed_completely(how: str, tmp_path: Path) -> N
     assert ("alone failed: worker 1: killed by SIGKILL" in out) == (how == "a worker killed")
     assert namespaces(process.pid) == []
     assert not Path(f"/proc/{workers[0]}").exists()
-
-
-@pytest.mark.slow
-def test_the_next_lab_removes_a_killed_one(tmp_path: Path) -> None:
-    if lacking():
-        return
-    process = start("--setup", "2x1-60", "--contender", "alone", out=tmp_path)
-    wait_for(lambda: workers_of(f"ddplab-{process.pid}-1"))
-    process.kill()
-    process.communicate()
-    assert len(namespaces(process.pid)) == 3
-    with Lab(1, None):
-        assert namespaces(process.pid) == []
 
 
 def test_the_overhead_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

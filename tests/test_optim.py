@@ -316,12 +316,10 @@ def test_sparse_gradients_are_refused_before_anything_moves(foreach: bool) -> No
         ({"lr": float("nan")}, "lr must be >= 0, but is nan"),
         ({"lr": torch.ones(2)}, r"1 element.*\(2,\)"),
         ({"betas": (1.0, 0.9)}, r"\[0, 1\), but is \(1\.0, 0\.9\)"),
-        ({"betas": (0.9, -0.1)}, r"\[0, 1\), but is \(0\.9, -0\.1\)"),
         ({"betas": (0.9,)}, r"two numbers"),
         ({"eps": -1e-8}, "eps must be >= 0, but is -1e-08"),
         ({"weight_decay": -0.1}, r"weight_decay must be >= 0, but is -0\.1"),
         ({"accum_iter": 0}, "int >= 1, but is 0"),
-        ({"accum_iter": 2.0}, r"int >= 1, but is 2\.0"),
         ({"accum_iter": True}, "int >= 1, but is True"),
     ],
 )
@@ -481,17 +479,6 @@ def test_factories_put_decay_on_weights(factory: Any, cls: type, decay: float) -
     assert len(factory([]).param_groups) == 1
     with pytest.raises(TypeError, match=r"\(name, parameter\) pairs"):
         factory(list(model.parameters()))
-
-
-def test_factory_argument_order() -> None:
-    named = [("w", nn.Parameter(torch.ones(2, 2)))]
-    for factory in (optim_fn_adam, optim_fn_adamw):
-        group = factory(named, 1.0, 0.1, 0.2, 0.3, 0.4).param_groups[0]
-        assert (group["lr"], group["betas"], group["weight_decay"], group["eps"]) == (1.0, (0.1, 0.2), 0.3, 0.4)
-    for factory in (optim_fn_accum_adam, optim_fn_accum_adamw):
-        group = factory(named, 1.0, 0.1, 0.2, 0.3, 0.4, 5).param_groups[0]
-        assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (1.0, (0.1, 0.2), 0.3, 0.4)
-        assert group["accum_iter"] == 5
 
 
 # ----------------------------------------------------------------------------------------------------------- schedules

@@ -7,7 +7,6 @@ import math
 import random
 import re
 import time
-from abc import ABC
 from functools import reduce
 from typing import Any
 
@@ -116,13 +115,6 @@ def test_which_sizes_are_served() -> None:
     assert fits == [(n, m) for n in range(1, 13) for m in range(1, 7) if n % m == 0]
     fits = [(n, m) for n in range(1, 13) for m in range(1, 7) if AlternatingExpRingTopology.unfit(n, m) is None]
     assert fits == [(n, m) for n in range(1, 13) for m in range(1, 7) if n in (m, 2 * m, 4 * m, 8 * m)]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_one_worker_is_idle(name: str) -> None:
-    topology = make_topology(name, local_world_size=1, world_size=1, rank=0)
-    assert topology.round(0) == [Edge([0], 1.0)]
-    assert topology.period == (None if name == "random-matching" else 1)
 
 
 @pytest.mark.parametrize("cls", [CompleteTopology, RingTopology, OnePeerExpTopology, BaseTwoTopology, RandomMatchingTopology])
@@ -287,13 +279,6 @@ def test_rounds_are_made_once_and_cannot_be_spoilt_from_outside() -> None:
     assert calls == [1]
 
 
-def test_mixing_with_an_abstract_base_class() -> None:
-    class Mine(Star, ABC):
-        pass
-
-    assert Mine(world_size=3).period == 2
-
-
 def test_aperiodic_round_may_build_on_the_periodic_form() -> None:
     class Restless(RingTopology):
         def round(self, t: int) -> list[Edge]:
@@ -429,21 +414,6 @@ def test_step_must_be_a_count(topology: Topology) -> None:
 def test_arguments(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         RingTopology(**arguments)
-
-
-def test_refusal_says_why_and_what_fits() -> None:
-    class Six(Star):
-        @classmethod
-        def unfit(cls, world_size: int, local_world_size: int) -> str | None:
-            return None if world_size == 6 else "serves six workers only"
-
-    for make, reason in (
-        (lambda: OnePeerExpTopology(world_size=6), "OnePeerExpTopology needs a power of two workers, got world_size=6"),
-        (lambda: AlternatingExpRingTopology(4, world_size=12), "needs a power of two nodes, got 12 / 4 = 3"),
-        (lambda: Six(world_size=4), "Six serves six workers only"),
-    ):
-        with pytest.raises(ValueError, match=f"{reason}; 'base-2' and 'ring' fit any number$"):
-            make()
 
 
 # --- where the workers come from
