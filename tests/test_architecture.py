@@ -301,7 +301,7 @@ LINES = {
     "backward": (732, 526),  # with _gossip and ddp 1,600
     "checkpoint": (2382, 1900),
     "launch": (857, 500),
-    "logging": (667, 350),
+    "logging": (663, 350),
     "integrations": (1848, 1200),
     "tools": (6094, 4500),
 }

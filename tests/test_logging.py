@@ -495,8 +495,8 @@ def test_a_status_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, cap
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     publish(replica)
     (listener,) = replica.listeners
-    listener._thread.join(10)
-    assert not listener._thread.is_alive()
+    listener.thread.join(10)
+    assert not listener.thread.is_alive()
     [message] = caplog.messages
     assert message.startswith("the status of this worker cannot be published: [Errno 2] No such file or directory: ")
     replica.close()

@@ -53,7 +53,7 @@ def publish(model: Trained) -> None:
     replica.listeners.append(publisher)
     # Before the replica's own, which closes the connections.
     Finalize(replica, publisher.closing, exitpriority=110)
-    publisher.start()
+    publisher.thread.start()
 
 
 class _Publisher(Listener):
@@ -84,12 +84,9 @@ class _Publisher(Listener):
         self._last = self._sample()
         self._samples = deque([self._last], _WINDOW)
         self._left = threading.Event()
-        self._thread = threading.Thread(target=telling(self._publish, _warn), name="decent_dp-status", daemon=True)
+        self.thread = threading.Thread(target=telling(self._publish, _warn), name="decent_dp-status", daemon=True)
 
     # -- in the training thread ---------------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        self._thread.start()
 
     def round_ended(self) -> None:
         self._last = self._sample()
@@ -100,8 +97,8 @@ class _Publisher(Listener):
     def closing(self) -> None:
         """Removes the status; a store that does not answer is waited for a moment only."""
         self._left.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_LEAVE)
+        if threading.current_thread() is not self.thread:
+            self.thread.join(_LEAVE)
 
     def _sample(self) -> tuple[float, int, int, float]:
         engine = self._engine
@@ -111,8 +108,9 @@ class _Publisher(Listener):
 
     def _publish(self) -> None:
         places: list[FolderEntries | StoreEntries] = []
-        for open_place in (self._open_folder, self._open_store):
-            _works(lambda open_place=open_place: places.extend(open_place()))  # type: ignore[misc]
+        _works(lambda: places.append(self._open_folder()))
+        if self._now.store:
+            _works(lambda: places.append(self._open_store()))
         while places and not self._left.is_set():
             self._count()
             places = [place for place in places if _works(partial(place.write, self._now))]
@@ -120,19 +118,17 @@ class _Publisher(Listener):
         for place in places:
             _works(partial(place.remove, self._now.run, self._now.rank))
 
-    def _open_folder(self) -> list[FolderEntries]:
+    def _open_folder(self) -> FolderEntries:
         entries = FolderEntries(open_folder())
         entries.runs()  # removes what killed workers have left
-        return [entries]
+        return entries
 
-    def _open_store(self) -> list[StoreEntries]:
-        if not self._now.store:
-            return []
+    def _open_store(self) -> StoreEntries:
         # A connection of its own, because a call that hangs blocks all others of the same connection.
         entries = StoreEntries(self._now.store, _CONNECT)
         if self._now.rank == 0:
             entries.announce(self._now)
-        return [entries]
+        return entries
 
     def _count(self) -> None:
         """Makes the next status."""

@@ -110,7 +110,7 @@ class Recorder:
         self._round: int | None = None
         self._counted = self._count()
         # Since the last point of all workers. Inside join there are points of this worker alone.
-        self._unshared = _NOTHING
+        self._unshared: list[_Interval] = []
         publish(replica)
 
     @torch.no_grad()
@@ -198,7 +198,7 @@ class Recorder:
 
     def _write_local(self) -> None:
         window = self._take_window()
-        self._unshared = _sum_of([self._unshared, window])
+        self._unshared.append(window)
         numbers = window.loss("loss/local") | _rate(self._replica)
         if self._writes:
             self._run.write(self._replica.engine.round, numbers)
@@ -209,7 +209,7 @@ class Recorder:
         replica = self._replica
         replica.begin_collective(what)
         self._write_local()
-        window, self._unshared = self._unshared, _NOTHING
+        window, self._unshared = _sum_of(self._unshared), []
         windows = [_Interval(*entry) for entry in replica.world.control.gather(astuple(window))]
         distance = {"distance": replica.consensus_distance()} if self._distance else {}
         if self._writes:
@@ -249,9 +249,6 @@ class _Interval:
 
     def skipped(self) -> dict[str, float]:
         return {"skipped/rejected_blocks": self.rejected, "skipped/nonfinite_rounds": self.nonfinite}
-
-
-_NOTHING = _Interval(0.0, 0, 0, 0.0, 0, 0.0, 0, 0)
 
 
 def _sum_of(windows: Sequence[_Interval]) -> _Interval:

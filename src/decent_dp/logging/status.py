@@ -12,7 +12,8 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import NoneType
@@ -100,7 +101,23 @@ def open_folder() -> Path:
     return path
 
 
-class FolderEntries:
+class PlaceOfStatuses(ABC):
+    """Where workers leave their statuses."""
+
+    @abstractmethod
+    def runs(self) -> Sequence[Status]:
+        """Returns one status of each run, from the oldest run to the newest."""
+
+    @abstractmethod
+    def _text(self, run: str, rank: int) -> str: ...
+
+    def statuses(self, run: Status) -> dict[int, Status]:
+        """Returns the statuses of a run by rank."""
+        texts = (self._text(run.run, rank) for rank in range(run.world_size))
+        return {rank: found for rank, text in enumerate(texts) if (found := Status.from_json(text)) is not None}
+
+
+class FolderEntries(PlaceOfStatuses):
     """The statuses of the workers on this machine, as files."""
 
     def __init__(self, folder: Path) -> None:
@@ -117,7 +134,7 @@ class FolderEntries:
         self._path(run, rank).unlink(missing_ok=True)
 
     def runs(self) -> Sequence[Status]:
-        """Returns the runs from the oldest to the newest, and removes the files of workers that are gone."""
+        """As the base class; also removes the files of workers that are gone."""
         found: dict[str, Status] = {}
         for path in self._folder.iterdir():
             with contextlib.suppress(OSError):  # it has just been removed
@@ -129,15 +146,10 @@ class FolderEntries:
                     found[status.run] = min(found.get(status.run, status), status, key=lambda status: status.began)
         return sorted(found.values(), key=lambda status: status.began)
 
-    def statuses(self, run: Status) -> dict[int, Status]:
-        """Returns the statuses of a run by rank."""
-        found = {}
-        for rank in range(run.world_size):
-            with contextlib.suppress(OSError):
-                text = self._path(run.run, rank).read_text(encoding="utf-8", errors="replace")
-                if (status := Status.from_json(text)) is not None:
-                    found[rank] = status
-        return found
+    def _text(self, run: str, rank: int) -> str:
+        with contextlib.suppress(OSError):
+            return self._path(run, rank).read_text(encoding="utf-8", errors="replace")
+        return ""
 
     def _path(self, run: str, rank: int) -> Path:
         return self._folder / f"{run}-{rank}.json"
@@ -156,7 +168,7 @@ def _exists(pid: int) -> bool:
 # -- in the store ----------------------------------------------------------------------------------------------------------
 
 
-class StoreEntries:
+class StoreEntries(PlaceOfStatuses):
     """The statuses of all workers, in the store of their process group, through a connection of its own.
 
     Any call raises RuntimeError if the server is gone, and hangs if it is stopped.
@@ -178,19 +190,10 @@ class StoreEntries:
         self._store.set(f"status/{run}/{rank}", "")
 
     def runs(self) -> Sequence[Status]:
-        """Returns the runs that have a status, from the oldest to the newest."""
         last = self._store.add("runs", 0)
-        texts = self._texts([f"run/{number}" for number in range(max(1, last - _RUNS + 1), last + 1)])
-        runs = [Status.from_json(text) for text in texts if text is not None]
-        return [run for run in runs if run is not None and any(self._texts(self._keys(run)))]
+        numbers = range(max(1, last - _RUNS + 1), last + 1)
+        runs = [Status.from_json(read_text(self._store, f"run/{number}") or "") for number in numbers]
+        return [run for run in runs if run is not None and self.statuses(run)]
 
-    def statuses(self, run: Status) -> dict[int, Status]:
-        """Returns the statuses of a run by rank."""
-        texts = enumerate(self._texts(self._keys(run)))
-        return {rank: status for rank, text in texts if (status := Status.from_json(text or "")) is not None}
-
-    def _keys(self, run: Status) -> list[str]:
-        return [f"status/{run.run}/{rank}" for rank in range(run.world_size)]
-
-    def _texts(self, keys: Sequence[str]) -> Iterator[str | None]:
-        return (read_text(self._store, key) for key in keys)
+    def _text(self, run: str, rank: int) -> str:
+        return read_text(self._store, f"status/{run}/{rank}") or ""
