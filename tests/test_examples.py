@@ -16,7 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from examples import characters, compare, digits, wire_runs, wires
+from examples import characters, compare, digits, wire_runs
 from tests.helpers import ROOT
 
 # Warnings are errors in the workers' own code, too; torch and scikit-learn are loaded before that would matter to them.
@@ -157,18 +157,6 @@ def test_the_table() -> None:
     assert markdown.splitlines()[2] == ("| ring | AdamW | 95.00% | 94.00% | 1.0e-02 | 2 | 4.40 | 1.10 |")
 
 
-def test_the_verdict_says_whether_the_promises_are_kept() -> None:
-    accuracy, time = compare.verdict(compare.make_lines(EVENTS), others=0.1)
-    assert "2.00 points below DDP (ring, AdamW)" in accuracy
-    assert accuracy.endswith("NOT KEPT.")
-    assert "1.10" in time
-    assert time.endswith("NOT KEPT.")
-    better = [*EVENTS[:1], event("PyTorch DDP", "AdamW", 0, 0.9), event("ring", "AdamW", 0, 0.95), *EVENTS[5:]]
-    accuracy, _ = compare.verdict(compare.make_lines(better), others=0.0)
-    assert "5.00 points above DDP" in accuracy
-    assert accuracy.endswith("Kept.")
-
-
 # -- wires ------------------------------------------------------------------------------------------------------------
 
 
@@ -209,44 +197,6 @@ def test_every_compression_from_end_to_end(tmp_path: Path) -> None:
             assert values["int8"] == pytest.approx(values["float32"], rel=0.05)
     assert "± " not in (tmp_path / "wires.md").read_text()
     assert (tmp_path / "wires.png").read_bytes().startswith(b"\x89PNG")
-
-
-def wired(job: str, wire: str, seed: int, loss: float, size: float) -> dict[str, Any]:
-    result = {"training_loss": loss - 0.5, "validation_loss": loss, "bytes_per_step": size}
-    if job == "digits":
-        result["accuracy"] = 1 - loss / 10
-    run = {"job": job, "topology": "alternating-exp-ring", "wire": wire, "seed": seed}
-    return {"event": "trained", **run, "seconds": 1.0, "result": result}
-
-
-WIRED = [
-    {"event": "plan", "runs": 12, "workers": 4, "machine": "one of ours"},
-    *(
-        wired(job, wire, seed, loss + 0.1 * seed, size)
-        for seed in (0, 1, 2)
-        for job in ("digits", "characters")
-        for wire, loss, size in (("float32", 1.0, 400_000.0), ("int8", 1.04 if job == "digits" else 1.25, 100_000.0))
-    ),
-]
-
-
-def test_the_report_of_compressions() -> None:
-    lines = wires.make_lines(WIRED)
-    assert [(line["job"], line["measure"]) for line in lines] == [
-        *(("digits", measure) for measure in wires.MEASURES),
-        *(("characters", measure) for measure in wires.MEASURES if measure != "accuracy"),
-    ]
-    line = lines[1]
-    assert line["noise"] == pytest.approx(0.1)
-    assert line["wires"]["float32"]["difference"] == 0
-    cell = line["wires"]["int8"]
-    assert (cell["mean"], cell["deviation"], cell["difference"]) == pytest.approx((1.14, 0.1, 0.04))
-    assert (cell["smallest"], cell["largest"]) == pytest.approx((1.04, 1.24))
-    assert cell["by_seed"] == pytest.approx([1.04, 1.14, 1.24])
-    markdown = compare.make_markdown(wires.headings(lines), map(wires.cells, lines)).splitlines()
-    assert markdown[0] == "| job | measure | float32 | int8 | int8 - float32 |"
-    assert markdown[3] == ("| digits, alternating-exp-ring | validation loss | 1.1000 ± 0.1000 | 1.1400 ± 0.1000 | +0.0400 |")
-    assert markdown[5] == "| digits, alternating-exp-ring | bytes per step | 400000 | 100000 | × 0.25 |"
 
 
 @pytest.mark.slow

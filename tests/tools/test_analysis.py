@@ -190,32 +190,16 @@ def test_a_switch_is_analysed_where_it_first_mixes():
     assert found.idle == pytest.approx(0.99)
 
 
-@pytest.mark.parametrize(
-    ("n", "h"), [(6, 3), *(pytest.param(n, h, marks=pytest.mark.slow) for n, h in ((6, 100), (200, 3), (200, 100)))]
-)
-def test_every_of_an_aperiodic_topology(n, h):
-    inner = RandomMatchingTopology(2, world_size=n)
+def test_every_of_an_aperiodic_topology():
+    inner, h = RandomMatchingTopology(2, world_size=6), 3
     once, found = analyse(inner, epsilon=0.01), analyse(inner.every(h), epsilon=0.01)
     assert (found.degree, found.largest_group, found.fan_in) == (once.degree, 2, once.fan_in)
-    assert found.degree == min(n - 1, max(len(set(peers)) for peers in _peers(inner, 64)))
     assert (found.period, found.spectral_gap, found.name) == (None, None, title_of(inner.every(h)))
-    assert found.idle == pytest.approx(1 - 1 / h)
-    assert found.sent_by_worker == pytest.approx(1 / h)
+    assert (found.idle, found.sent_by_worker) == (pytest.approx(1 - 1 / h), pytest.approx(1 / h))
     assert found.sent_by_node == pytest.approx(once.sent_by_node / h)
     assert found.rate == pytest.approx(once.rate ** (1 / h))
-    errors = consensus_error(inner.every(h), 64 * h)
-    assert found.rounds_to_epsilon == np.flatnonzero(errors <= 0.01)[0] == h * (once.rounds_to_epsilon or 0)
-    few = analyse(inner.every(h), epsilon=0.01, limit=h * (once.rounds_to_epsilon or 0) - 1)
-    assert few.rounds_to_epsilon is None
-
-
-def _peers(topology: Topology, rounds: int) -> list[list[int]]:
-    peers: list[list[int]] = [[] for _ in range(topology.world_size)]
-    for t in range(rounds):
-        for edge in topology.round(t):
-            for rank in edge.ranks:
-                peers[rank] += [other for other in edge.ranks if other != rank]
-    return peers
+    assert found.rounds_to_epsilon == h * (once.rounds_to_epsilon or 0)
+    assert analyse(inner.every(h), epsilon=0.01, limit=h * (once.rounds_to_epsilon or 0) - 1).rounds_to_epsilon is None
 
 
 class Shifted(Topology):

@@ -255,24 +255,6 @@ def test_all_paths_agree(monkeypatch: pytest.MonkeyPatch, path: int, events: str
                 np.testing.assert_allclose(other[name], values, rtol=0, atol=1e-9, err_msg=f"step {t}, {name}")
 
 
-@pytest.mark.parametrize(
-    "events", [pytest.param(ALL[name], id=name, marks=[pytest.mark.slow] * (name != "death")) for name in ALL]
-)
-def test_int8(events: Events) -> None:
-    """One by one and at once alike. The mean over all, the dead where they stand, moves by steps alone: as without rounding."""
-    small = partial(torch.optim.SGD, lr=1e-3)
-    at_once, loop, exact = (
-        train(events, "mlp", small, compression=compression, vectorize=vectorize)
-        for compression, vectorize in (("int8", True), ("int8", False), (None, True))
-    )
-    for t, (own, other, near) in enumerate(zip(at_once, loop, exact, strict=True)):
-        for name, values in own.items():
-            np.testing.assert_allclose(other[name], values, rtol=0, atol=1e-9, err_msg=f"step {t}, {name}")
-            if name != "losses":
-                np.testing.assert_allclose(near[name].mean(0), values.mean(0), rtol=0, atol=1e-5, err_msg=f"step {t}, {name}")
-    assert abs(own["2.bias"] - near["2.bias"]).max() > 1e-6
-
-
 # -- one at a time ---------------------------------------------------------------------------------------------------------
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
 import numpy as np
 import pytest
@@ -54,18 +51,6 @@ def test_two_that_wait_go_at_the_pace_of_the_slower_one() -> None:
         assert paces == [pytest.approx(pace, abs=0.03), pytest.approx(1.0, abs=0.03)]
 
 
-def test_real_workers_keep_the_same_pace() -> None:
-    """As committed by ``make bench-unequal``, whose workers have the delays of two cores besides."""
-    lines = {(line["slow"], line["topology"]): line for line in json.loads((RESULTS / "unequal.json").read_text())}
-    for topology, factor in (("base-2", 2.0), ("base-2", 5.0), ("ring", 5.0)):
-        line = lines[f"one of eight, {factor:g} times slower", topology]
-        for tolerates, key in ((False, "pace_waiting"), (True, "pace")):
-            seconds = [0.05] * 7 + [0.05 * factor]
-            run = VirtualTime(partners_of(topology, 8), seconds.__getitem__, tolerates=tolerates)
-            run.run(32.0)
-            assert fmean(figures(run, 16.0, 32.0)["paces"][:7]) == pytest.approx(line[key], abs=0.03)
-
-
 def test_equal_speeds_learn_as_the_cluster_does() -> None:
     """Round by round, with what took place: without a hole that is the simulator's own training."""
     n, steps, data = 4, 6, digits()
@@ -82,16 +67,3 @@ def test_equal_speeds_learn_as_the_cluster_does() -> None:
     run = VirtualTime(partners_of("base-2", n), lambda i: 1.0 + 2.0 * (i == 3), tolerates=True)
     run.run(60.0)
     assert loss_of_mean(run, 40.0, 46.0, 0) < 2.3
-
-
-def committed() -> list[dict[str, Any]]:
-    lines: list[dict[str, Any]] = json.loads((RESULTS / "unequal-sim.json").read_text())["lines"]
-    return lines
-
-
-def test_the_figures_are_those_of_the_page() -> None:
-    for line in committed():
-        waiting, own = line["waiting"], line["tolerant"]
-        assert own["pace"] > 0.9
-        assert own["loss"] < waiting["loss"]
-        assert own["slowest_pace"] > waiting["slowest_pace"]
