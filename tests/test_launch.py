@@ -6,8 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -296,35 +294,6 @@ def free_port(ports: range) -> int:
                 continue
             return port
     raise AssertionError("no port is free")
-
-
-SCRIPT = """
-import os, torch, torch.distributed as dist
-from decent_dp.utils import initialize_dist
-rank, world_size = initialize_dist()
-assert (rank, world_size) == (dist.get_rank(), dist.get_world_size()) == initialize_dist()
-total = torch.tensor([rank + 1.0])
-dist.all_reduce(total)
-print(f"[{rank} of {world_size}: {total.item()} {dist.get_backend()} {os.environ['LOCAL_WORLD_SIZE']}]", flush=True)
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_torchrun_for_real(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "MASTER_", "RANK", "WORLD", "LOCAL_"))}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "[0 of 2: 3.0 gloo 2]" in done.stdout
-    assert "[1 of 2: 3.0 gloo 2]" in done.stdout
 
 
 # -- restarts --------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -139,23 +138,14 @@ def test_workers_use_the_network_of_ray(monkeypatch):
 
     from decent_dp.integrations.ray import _choose_interface
 
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     assert address_of("lo") == "127.0.0.1"
     assert address_of("none-such") is None
-    addresses = {name: address_of(name) for _, name in socket.if_nameindex()}
-    for name, address in addresses.items():
-        if address is not None:
-            monkeypatch.setattr(ray.util, "get_node_ip_address", lambda address=address: address)
-            monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
-            os.environ.pop("GLOO_SOCKET_IFNAME")
-            _choose_interface(one_node=False)
-            assert os.environ["GLOO_SOCKET_IFNAME"] == name
-            _choose_interface(one_node=True)
-            assert os.environ["GLOO_SOCKET_IFNAME"] == name  # what is set stays
-    os.environ.pop("GLOO_SOCKET_IFNAME")
+    for ours, one_node, chosen in (("127.0.0.1", False, "lo"), ("10.0.0.1", True, "lo"), ("198.51.100.7", False, None)):
+        monkeypatch.setattr(ray.util, "get_node_ip_address", lambda ours=ours: ours)
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        _choose_interface(one_node=one_node)
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == chosen  # on no interface: gloo's own choice
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth9"
     _choose_interface(one_node=True)
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-    os.environ.pop("GLOO_SOCKET_IFNAME")
-    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "198.51.100.7")
-    _choose_interface(one_node=False)  # on no interface: gloo's own choice
-    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth9"  # what is set stays

@@ -135,22 +135,6 @@ def test_worker_0_on_another_node_than_the_first(cluster, tmp_path):
     assert text.count('"rounds": 3') == 3
 
 
-def test_two_steps_of_one_job_at_once(cluster, tmp_path):
-    """As in a search for a learning rate."""
-    (tmp_path / "read.py").write_text(READ)
-    job = tmp_path / "job.sh"
-    step = f"srun --nodes=1 --ntasks=2 --exact --mem=0 --nodelist=node1 python {tmp_path}/read.py ring"
-    job.write_text(f"#!/bin/bash\n{step} > {tmp_path}/1.txt 2>&1 &\n{step} > {tmp_path}/2.txt 2>&1 &\nwait\n")
-    cluster.run("sbatch", "--wait", "--nodelist=node1", "--ntasks=4", "--output=/dev/null", str(job), env=environ(cluster))
-    ports = set()
-    for number in (1, 2):
-        text = (tmp_path / f"{number}.txt").read_text()
-        found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-        assert [t["total"] for t in found] == [11.0, 11.0], text
-        ports |= {t["port"] for t in found}
-    assert len(ports) == 2
-
-
 # -- jobs that are ended before their time ---------------------------------------------------------------------------------
 
 
@@ -300,34 +284,6 @@ def test_a_cancelled_job_does_not_come_back(cluster, tmp_path):
     job.until(lambda: job.saved_step() > 0)  # within KillWait
     time.sleep(3)
     assert (job.state()["JobState"], job.state()["Restarts"]) == ("CANCELLED", "0")
-
-
-def test_torchrun_on_each_node(cluster, uninterrupted, tmp_path):
-    """One task per node, and SIGTERM, which torchrun forwards: the workers save, and the next launch resumes."""
-    script = tmp_path / "job.sh"
-    script.write_text(
-        "#!/bin/bash\n"
-        "first=$(scontrol show hostnames | head -n 1)\n"
-        "train() {\n"
-        "    srun --ntasks-per-node=1 torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d \\\n"
-        f"        --rdzv-endpoint=$first:29400 --no-python python {TRAIN} --folder {tmp_path} \\\n"
-        f"        --epochs {EPOCHS} --save-every 1000000\n"
-        '    echo "srun has ended with $?"\n'
-        "}\n"
-        "PACE=1 train\n"
-        "PACE=0 train\n"
-    )
-    output = tmp_path / "output.txt"
-    number = cluster.submit("--nodes=2", f"--output={output}", str(script), env=environ(cluster))
-    cluster.until(lambda: output.exists() and "workers begin" in output.read_text(), 250)
-    time.sleep(2)
-    cluster.run("scancel", "--signal=TERM", f"{number}.0")
-    cluster.until(lambda: cluster.job(number)["JobState"] == "COMPLETED", 250, output.read_text)
-    text = output.read_text()
-    assert text.count("stopped: start it again to resume") == 1, text
-    assert re.findall(r"srun has ended with (\d+)", text) == ["1", "0"], text
-    for found, params in zip(parameters(tmp_path), uninterrupted, strict=True):
-        assert all(torch.equal(found[name], params[name]) for name in params)
 
 
 # -- one task that starts again --------------------------------------------------------------------------------------------

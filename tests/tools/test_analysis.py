@@ -82,19 +82,12 @@ def test_matrices_are_doubly_stochastic(n, local, t, h):
 
 
 def test_is_doubly_stochastic_refuses_other_matrices():
-    fine = np.array([[0.25, 0.75], [0.75, 0.25]])
-    assert is_doubly_stochastic(fine)
-    for bad in (
-        fine + 1e-11,
-        [[0.5, 0.5], [0.4, 0.6]],  # rows alone
-        [[0.5, 0.4], [0.5, 0.6]],  # columns alone
-        [[-0.5, 1.5], [1.5, -0.5]],
-        [[0.5, 0.5]],
-        [1.0],
-        [[math.nan, 1], [1, 0]],
-    ):
+    rows_alone, columns_alone = [[0.5, 0.5], [0.4, 0.6]], [[0.5, 0.4], [0.5, 0.6]]
+    for bad in (rows_alone, columns_alone, [[-0.5, 1.5], [1.5, -0.5]], [[0.5, 0.5]], [1.0], [[math.nan, 1], [1, 0]]):
         assert not is_doubly_stochastic(bad)
-    assert is_doubly_stochastic(fine + 1e-11, tolerance=1e-10)
+    assert is_doubly_stochastic([[0.25, 0.75], [0.75, 0.25]])
+    assert is_doubly_stochastic(np.eye(2) + 1e-11, tolerance=1e-10)
+    assert not is_doubly_stochastic(np.eye(2) + 1e-11)
 
 
 def test_a_period_is_needed_for_its_matrix():
@@ -129,24 +122,6 @@ def test_ring_has_its_closed_form(n):
     assert found.spectral_gap == pytest.approx(1 - cosine, rel=1e-3)
     assert 1 - found.rate == pytest.approx(1 - max(cosine, 0), rel=1e-3)  # two rounds per period
     assert found.exact == (n == 4)
-
-
-IRREGULAR = [
-    nx.random_regular_graph(3, 150, seed=1),
-    nx.star_graph(129),
-    # Where the largest value found stays for long at one that is not the largest.
-    nx.cycle_graph(131),
-]
-
-
-@pytest.mark.parametrize("kind", IRREGULAR, ids=str)
-def test_gap_and_rate_of_irregular_graphs(kind):
-    topology = graph(kind)
-    p = period_product(topology) - 1 / topology.world_size
-    norm, radius = np.linalg.norm(p, 2), abs(np.linalg.eigvals(p)).max()
-    found = analyse(topology, limit=500)
-    assert found.spectral_gap == pytest.approx(1 - norm, rel=1e-6)
-    assert 1 - found.rate == pytest.approx(1 - radius ** (1 / topology.period), rel=1e-6)  # type: ignore[operator]
 
 
 def test_parts_that_never_mix_have_no_gap():

@@ -193,21 +193,6 @@ def test_plan_ranks_and_says_why(cli: Cli) -> None:
     assert "needs a power of two nodes" in cli(f"{JOB} -n 12 -l 4 --inter 25gbit --intra 200gbit --top 1")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("columns", ["40", "200"])
-def test_plan_never_cuts_a_number(cli: Cli, columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
-    line = f"{JOB} {CLUSTER} --top 2"
-    found, text = cli.json(line)["predictions"], cli(line)
-    for row in found:
-        tail = [row["compression"] or "-", number(row["bucket_mb"]), number(row["step_ms"], 4)]
-        tail += [] if row["kind"] == "ddp" else [f"{number(found[-1]['step_ms'] / row['step_ms'])} x"]
-        tail += [size(row["node_bytes"])]
-        assert re.search(rf"^ *{row['rank']} .*{' +'.join(map(re.escape, tail))} ", text, re.MULTILINE)
-    for heading in ("com- +bucket +ms per +speed +node +limited", "contender +pression +MiB +step +to DDP +sends +by"):
-        assert re.search(heading, text)
-
-
 def test_plan_from_a_measured_file(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "links.json"
     path.write_text(json.dumps(links(4, 2, mbit=940.0, us=70.0)))

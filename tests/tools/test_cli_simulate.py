@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import torch
 
 from decent_dp.tools.cli.screen import number, size
 from tests.tools.test_cli import Cli, prepared
@@ -39,13 +38,6 @@ def test_simulate_runs_what_was_typed(cli: Cli) -> None:
     form = {"format": "decent_dp-simulation-1", "diverged": None}
     assert {**found, "seconds": 0} == json.loads(json.dumps({**form, **asdict(expected), "seconds": 0}))
     assert [row["step"] for row in found["rows"]] == list(range(2, 21, 2))
-
-
-def test_simulate_on_a_gpu_that_is_not_there(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    out, err, code = cli.all(RUN, "--device", "cuda")
-    assert (out, code, err.count("\n")) == ("", 2, 1)
-    assert "device 'cuda' needs a GPU" in err
 
 
 @pytest.mark.parametrize("columns", ["40", pytest.param("80", marks=pytest.mark.slow)])

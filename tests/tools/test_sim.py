@@ -279,28 +279,6 @@ def test_models_of_the_mean_and_of_replicas():
         cluster.replica_model(4)
 
 
-def test_a_mean_of_many_narrow_values_does_not_overflow():
-    cluster = VirtualCluster(nn.Linear(2, 2).half(), SGD, "complete", 1000)
-    for value in cluster.parameters.values():
-        value.fill_(100.0)
-    assert cluster.mean_model().weight.eq(100.0).all()
-
-
-class Spoiled(Topology):
-    """Without a period; its fourth round has two edges for one worker."""
-
-    def round(self, t: int) -> list[Edge]:
-        pairs = [Edge([0, 1], 0.5), Edge([2, 3], 0.5)]
-        return [*pairs, Edge([1], 1.0)] if t == 3 else pairs[:: 1 - 2 * (t % 2)]
-
-
-@pytest.mark.parametrize("compression", [None, "int8"])
-def test_rounds_without_a_period_are_checked_one_by_one(compression):
-    cluster = trained(net(), SGD, steps=3, topology=Spoiled(1, world_size=4, rank=0), compression=compression)
-    with pytest.raises(ValueError, match="rank 1 appears twice"):
-        cluster.step(*batch(4))
-
-
 def test_modes_of_modules_stay():
     model = normed()
     model[1].eval()

@@ -131,16 +131,6 @@ def test_batches_come_from_a_workers_own_samples():
         draw(-1)
 
 
-def test_the_digits():
-    data = digits()
-    assert data.x.shape == (1437, 64)
-    assert data.x_test.shape == (360, 64)
-    assert (data.x.dtype, data.y.dtype, data.classes) == (torch.float32, torch.int64, 10)
-    assert float(data.x.min()) == 0.0
-    assert float(data.x.max()) == 1.0
-    assert sorted(set(data.y_test.tolist())) == list(range(10))
-
-
 def test_missing_scikit_learn_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)

@@ -352,21 +352,6 @@ def test_a_model_that_cannot_be_copied_is_refused():
         VirtualCluster(model, SGD, "ring", N)
 
 
-@pytest.mark.parametrize("vectorize", [True, False])
-def test_an_error_of_one_replicas_data_is_the_users_own_later_too(vectorize):
-    model = nn.Sequential(nn.BatchNorm1d(16), mlp()).double()
-    cluster = VirtualCluster(model, SGD, "ring", N, vectorize=vectorize)
-    x, y = stacked(KINDS["counter"], 0)
-    cluster.step(x, y)
-    before = everything(cluster)
-    y[2, 1] = 7
-    with pytest.raises((IndexError, RuntimeError), match="7 is out of bounds"):
-        cluster.step(x, y)
-    assert all(torch.equal(before[name], value) for name, value in everything(cluster).items())
-    cluster.step(*stacked(KINDS["counter"], 1))
-    assert cluster.buffers["0.num_batches_tracked"].tolist() == [2] * N
-
-
 class Stateful(Head):
     """Python state of several kinds takes part in the forward."""
 
