@@ -50,13 +50,15 @@ class TrainerOverSurvivors:
         self._set(DistributedType.NO, *self._survivors.position)
         accelerator = trainer.accelerator
         self._replace(accelerator, "gather", self._gather)
-        self._replace(accelerator, "gather_for_metrics", self._around_metrics(accelerator.gather_for_metrics))
+        self._replace(
+            accelerator, "gather_for_metrics", functools.partial(self._gather_for_metrics, accelerator.gather_for_metrics)
+        )
         self._replace(accelerator, "pad_across_processes", self._pad)
         self._replace(accelerator, "reduce", self._reduce)
         self._replace(accelerator, "wait_for_everyone", self.barrier)
-        self._replace(trainer, "get_batch_samples", self._around_batches(trainer.get_batch_samples))
-        self._replace(trainer, "store_flos", self._around_flos(trainer.store_flos))
-        self._replace(trainer, "_maybe_log_save_evaluate", self._around_log(trainer._maybe_log_save_evaluate))
+        self._replace(trainer, "get_batch_samples", functools.partial(self._batches, trainer.get_batch_samples))
+        self._replace(trainer, "store_flos", functools.partial(self._store_flos, trainer.store_flos))
+        self._replace(trainer, "_maybe_log_save_evaluate", functools.partial(self._log, trainer._maybe_log_save_evaluate))
         self._objects = {"use_gather_object": trainer.args.eval_use_gather_object}
         trainer.gather_function = functools.partial(accelerator.gather_for_metrics, **self._objects)
 
@@ -131,14 +133,10 @@ class TrainerOverSurvivors:
         whole = (torch.cat(parts).to(device) for parts in zip(*found, strict=True))
         return recursively_apply(lambda _: next(whole), tensor)
 
-    def _around_metrics(self, gather_for_metrics: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(gather_for_metrics)
-        def wrapped(input_data: Any, use_gather_object: bool = False) -> Any:
-            if use_gather_object or not _has_only_tensors(input_data):
-                input_data = [entry for own in self._survivors.gather_objects(input_data) for entry in own]
-            return gather_for_metrics(input_data, use_gather_object)
-
-        return wrapped
+    def _gather_for_metrics(self, gather: Callable[..., Any], input_data: Any, use_gather_object: bool = False) -> Any:
+        if use_gather_object or not _has_only_tensors(input_data):
+            input_data = [entry for own in self._survivors.gather_objects(input_data) for entry in own]
+        return gather(input_data, use_gather_object)
 
     def _pad(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         sizes = [part.shape[dim] if -part.ndim <= dim < part.ndim else -1 for part in _tensors_in(tensor)]
@@ -164,48 +162,36 @@ class TrainerOverSurvivors:
 
     # -- methods of the Trainer ---------------------------------------------------------------------------------------
 
-    def _around_batches(self, get_batch_samples: Callable[..., tuple[list[Any], Any]]) -> Callable[..., tuple[list[Any], Any]]:
+    def _batches(
+        self, get: Callable[..., tuple[list[Any], Any]], epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any
+    ) -> tuple[list[Any], Any]:
         """Leaves out the batches of the steps that this worker has not made."""
+        batches, items = get(epoch_iterator, num_batches, *args, **kwargs)
+        # The Trainer counts batches to know the last one of an epoch, whose step may have fewer of them.
+        miscounts = self._skips and num_batches < self._trainer.args.gradient_accumulation_steps
+        if self._to_skip <= 0 and not miscounts:
+            return batches, items
+        self._to_skip, self._skips = self._to_skip - 1, True
+        return [], items
 
-        @functools.wraps(get_batch_samples)
-        def wrapped(epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-            batches, items = get_batch_samples(epoch_iterator, num_batches, *args, **kwargs)
-            # The Trainer counts batches to know the last one of an epoch, whose step may have fewer of them.
-            miscounts = self._skips and num_batches < self._trainer.args.gradient_accumulation_steps
-            if self._to_skip <= 0 and not miscounts:
-                return batches, items
-            self._to_skip, self._skips = self._to_skip - 1, True
-            return [], items
+    def _store_flos(self, store_flos: Callable[[], None]) -> None:
+        self._trainer.current_flos = sum(self._survivors.gather(self._trainer.current_flos, "store_flos"))
+        store_flos()
 
-        return wrapped
-
-    def _around_flos(self, store_flos: Callable[[], None]) -> Callable[[], None]:
-        @functools.wraps(store_flos)
-        def wrapped() -> None:
-            self._trainer.current_flos = sum(self._survivors.gather(self._trainer.current_flos, "store_flos"))
-            store_flos()
-
-        return wrapped
-
-    def _around_log(self, log: Callable[..., None]) -> Callable[..., None]:
+    def _log(self, log: Callable[..., None], tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Before a log the loss becomes the mean over workers; the Trainer's own gather of it does nothing here."""
-
-        @functools.wraps(log)
-        def wrapped(tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            trainer, control = self._trainer, self._trainer.control
-            if self._lost.is_behind:
-                control.should_log = control.should_evaluate = control.should_save = False
-            steps = trainer.state.global_step - trainer._globalstep_last_logged
-            if control.should_log and steps > 0:
-                # The Trainer divides by the steps, which include those that this worker has not made.
-                own = float(tr_loss) / max(1, steps - self._unlogged)
-                tr_loss.fill_(steps * statistics.fmean(self._survivors.gather(own, "log")))
-                self._unlogged = 0
-            if control.should_log or control.should_evaluate or control.should_save:
-                self.barrier()  # the shares of the data, and the worker that writes, are those of the present workers
-            log(tr_loss, *args, **kwargs)
-
-        return wrapped
+        trainer, control = self._trainer, self._trainer.control
+        if self._lost.is_behind:
+            control.should_log = control.should_evaluate = control.should_save = False
+        steps = trainer.state.global_step - trainer._globalstep_last_logged
+        if control.should_log and steps > 0:
+            # The Trainer divides by the steps, which include those that this worker has not made.
+            own = float(tr_loss) / max(1, steps - self._unlogged)
+            tr_loss.fill_(steps * statistics.fmean(self._survivors.gather(own, "log")))
+            self._unlogged = 0
+        if control.should_log or control.should_evaluate or control.should_save:
+            self.barrier()  # the shares of the data, and the worker that writes, are those of the present workers
+        log(tr_loss, *args, **kwargs)
 
 
 def _tensors_in(data: Any) -> list[Tensor]:

@@ -106,62 +106,52 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
         self._rounds = 0
         accelerator = trainer.accelerator
         accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
-        trainer.train = self._around_train(trainer.train)
-        trainer.evaluation_loop = self._around_evaluation(trainer.evaluation_loop)
-        trainer.save_model = self._around_save(trainer.save_model)
+        trainer.train = functools.partial(self._train, trainer.train)
+        trainer.evaluation_loop = functools.partial(self._evaluate, trainer.evaluation_loop)
+        trainer.save_model = functools.partial(self._save, trainer.save_model)
         # First, so that other callbacks find the replica when training begins, and the mean when it has ended.
         trainer.callback_handler.callbacks.insert(0, self)
 
     # -- around methods of the Trainer --------------------------------------------------------------------------------
 
-    def _around_train(self, train: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(train)
-        def wrapped(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-            if self._trainer.hp_search_backend is not None:
-                raise ValueError(
-                    "hyperparameter_search() makes a new accelerator for each trial, which would add DDP: make a Trainer and "
-                    "call attach() for each trial yourself."
-                )
-            resume = resume_from_checkpoint or None
-            self._resume = resume = _last_complete(self._trainer.args.output_dir) if resume is True else resume
-            with contextlib.ExitStack() as self._during:
-                self._during.callback(self._leave)
-                return train(resume or resume_from_checkpoint, *args, **kwargs)
+    def _train(
+        self, train: Callable[..., Any], resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._trainer.hp_search_backend is not None:
+            raise ValueError(
+                "hyperparameter_search() makes a new accelerator for each trial, which would add DDP: make a Trainer and "
+                "call attach() for each trial yourself."
+            )
+        resume = resume_from_checkpoint or None
+        self._resume = resume = _last_complete(self._trainer.args.output_dir) if resume is True else resume
+        with contextlib.ExitStack() as self._during:
+            self._during.callback(self._leave)
+            return train(resume or resume_from_checkpoint, *args, **kwargs)
 
-        return wrapped
+    def _evaluate(self, evaluation_loop: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._averaged():
+            return evaluation_loop(*args, **kwargs)
 
-    def _around_evaluation(self, evaluation_loop: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(evaluation_loop)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def _save(self, save_model: Callable[..., Any], output_dir: str | None = None, _internal_call: bool = False) -> None:
+        # Before the Trainer writes its own state and removes older checkpoints.
+        saves = _internal_call and self._training and not self._trainer.args.save_only_model
+        # An upload, too, saves internally, in another folder.
+        is_checkpoint = output_dir is not None and Path(output_dir).name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
+        folder = Path(output_dir) / _REPLICAS if output_dir is not None and saves and is_checkpoint else None
+        is_writer = self._trainer.is_local_process_zero() or self._trainer.is_world_process_zero()
+        if folder is not None and is_writer:
+            # Of an earlier run, whose step had the same number. All workers meet in averaged() before any of them writes.
+            (folder.parent / TRAINER_STATE_NAME).unlink(missing_ok=True)  # written last: the folder is complete with it
+            shutil.rmtree(folder, ignore_errors=True)
+        writer = None
+        while writer is None or (self._survivors is not None and writer != self._survivors.first):
+            writer = -1 if self._survivors is None else self._survivors.first
             with self._averaged():
-                return evaluation_loop(*args, **kwargs)
-
-        return wrapped
-
-    def _around_save(self, save_model: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(save_model)
-        def wrapped(output_dir: str | None = None, _internal_call: bool = False) -> None:
-            # Before the Trainer writes its own state and removes older checkpoints.
-            saves = _internal_call and self._training and not self._trainer.args.save_only_model
-            # An upload, too, saves internally, in another folder.
-            is_checkpoint = output_dir is not None and Path(output_dir).name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
-            folder = Path(output_dir) / _REPLICAS if output_dir is not None and saves and is_checkpoint else None
-            is_writer = self._trainer.is_local_process_zero() or self._trainer.is_world_process_zero()
-            if folder is not None and is_writer:
-                # Of an earlier run, whose step had the same number. All workers meet in averaged() before any of them writes.
-                (folder.parent / TRAINER_STATE_NAME).unlink(missing_ok=True)  # written last: the folder is complete with it
-                shutil.rmtree(folder, ignore_errors=True)
-            writer = None
-            while writer is None or (self._survivors is not None and writer != self._survivors.first):
-                writer = -1 if self._survivors is None else self._survivors.first
-                with self._averaged():
-                    save_model(output_dir, _internal_call)
-                if self._training and self._survivors is not None:
-                    self._survivors.barrier()  # the writer may have died
-            if folder is not None:
-                self._save_replicas(folder)
-
-        return wrapped
+                save_model(output_dir, _internal_call)
+            if self._training and self._survivors is not None:
+                self._survivors.barrier()  # the writer may have died
+        if folder is not None:
+            self._save_replicas(folder)
 
     @contextlib.contextmanager
     def _averaged(self) -> Iterator[None]:
