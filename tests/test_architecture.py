@@ -302,7 +302,7 @@ LINES = {
     "checkpoint": (2382, 1900),
     "launch": (857, 500),
     "logging": (663, 350),
-    "integrations": (1848, 1200),
+    "integrations": (1824, 1200),
     "tools": (6094, 4500),
 }
 
