@@ -204,7 +204,57 @@ def in_the_backward(start: Start, rank: int) -> Ran:
     return [(model, STEPS)]
 
 
+def networks_that_are_toggled(start: Start, rank: int) -> Ran:
+    """A GAN: ``requires_grad`` of each network is off while the other one trains."""
+    seed_cpu(0)
+    maker, critic = nn.Linear(6, 3), nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    pair = nn.ModuleList([maker, critic])
+    optimizers = [torch.optim.Adam(part.parameters(), lr=0.01) for part in pair]
+    start(pair, optimizers)
+    for t in range(STEPS):
+        noise, real = batch(t, rank)
+        for chosen, optimizer in enumerate(optimizers):
+            for place, part in enumerate(pair):
+                part.requires_grad_(place == chosen)
+            score = critic(maker(noise)).mean()
+            optimizer.zero_grad()
+            (-score if chosen == 0 else score - critic(real).mean()).backward()
+            optimizer.step()
+        pair.requires_grad_(True)
+    return [(pair, STEPS)]
+
+
+def restarts_of_low_rank_factors(start: Start, rank: int) -> Ran:
+    """The trained factors are merged into a frozen weight, begin anew, and the optimizer forgets them."""
+
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = nn.Linear(6, 3).requires_grad_(False)
+            self.down, self.up = nn.Parameter(torch.randn(2, 6)), nn.Parameter(torch.zeros(3, 2))
+
+        def forward(self, x):
+            return self.base(x) + x @ self.down.mT @ self.up.mT
+
+    seed_cpu(0)
+    model = Adapted()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    start(model, optimizer)
+    for t in range(STEPS):
+        optimizer.zero_grad()
+        loss(model, t, rank).backward()
+        optimizer.step()
+        if t == 1:
+            with torch.no_grad():
+                model.base.weight += model.up @ model.down
+                model.up.zero_()
+            optimizer.state.clear()
+    return [(model, STEPS)]
+
+
 LOOPS: dict[str, Script] = {
+    "networks that are toggled": networks_that_are_toggled,
+    "restarts of low-rank factors": restarts_of_low_rank_factors,
     "closures": closures,
     "accumulation": accumulating,
     "schedules": schedules,
@@ -434,106 +484,6 @@ SCALERS: dict[str, Script] = {
 }
 
 
-# -- situations from public trackers: what people have met with PyTorch DDP and beside it ---------------------------------
-
-FEW = 4
-
-
-def looped(model: nn.Module, start: Start, step: Callable[[int], Tensor], optimizer: Any = None) -> list[tuple[nn.Module, int]]:
-    """The loop of every tutorial, around ``step``, which returns the loss."""
-    optimizer = optimizer or SGD(model.parameters())
-    start(model, optimizer)
-    for t in range(FEW):
-        optimizer.zero_grad()
-        step(t).backward()
-        optimizer.step()
-    return [(model, FEW)]
-
-
-def networks_that_are_toggled(start: Start, rank: int) -> Ran:
-    """A GAN: ``requires_grad`` of each network is off while the other one trains."""
-    seed_cpu(0)
-    maker, critic = nn.Linear(6, 3), nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
-    pair = nn.ModuleList([maker, critic])
-    optimizers = [torch.optim.Adam(part.parameters(), lr=0.01) for part in pair]
-    start(pair, optimizers)
-    for t in range(FEW):
-        noise, real = batch(t, rank)
-        for chosen, optimizer in enumerate(optimizers):
-            for place, part in enumerate(pair):
-                part.requires_grad_(place == chosen)
-            score = critic(maker(noise)).mean()
-            optimizer.zero_grad()
-            (-score if chosen == 0 else score - critic(real).mean()).backward()
-            optimizer.step()
-        pair.requires_grad_(True)
-    return [(pair, FEW)]
-
-
-def elsewhere_and_back(start: Start, rank: int) -> Ran:
-    """The model is converted and back between two steps, as one that leaves the GPU for a while: its storage is new."""
-    model = net()
-
-    def step(t):
-        if t == 2:
-            model.double().float()
-        return loss(model, t, rank)
-
-    return looped(model, start, step)
-
-
-def weights_that_are_clamped(start: Start, rank: int) -> Ran:
-    """After each step, BatchNorm's too."""
-    seed_cpu(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.05)
-    start(model, optimizer)
-    for t in range(FEW):
-        optimizer.zero_grad()
-        loss(model, t, rank).backward()
-        optimizer.step()
-        for p in model.parameters():
-            p.data.clamp_(-0.2, 0.2)
-    return [(model, FEW)]
-
-
-def restarts_of_low_rank_factors(start: Start, rank: int) -> Ran:
-    """The trained factors are merged into a frozen weight, begin anew, and the optimizer forgets them."""
-
-    class Adapted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.base = nn.Linear(6, 3).requires_grad_(False)
-            self.down, self.up = nn.Parameter(torch.randn(2, 6)), nn.Parameter(torch.zeros(3, 2))
-
-        def forward(self, x):
-            return self.base(x) + x @ self.down.mT @ self.up.mT
-
-    seed_cpu(0)
-    model = Adapted()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    start(model, optimizer)
-    for t in range(FEW):
-        optimizer.zero_grad()
-        loss(model, t, rank).backward()
-        optimizer.step()
-        if t == 1:
-            with torch.no_grad():
-                model.base.weight += model.up @ model.down
-                model.up.zero_()
-            optimizer.state.clear()
-    return [(model, FEW)]
-
-
-# By the place where it was told of.
-SITUATIONS: dict[str, Script] = {
-    "Lightning-AI/pytorch-lightning#20866": networks_that_are_toggled,
-    "pytorch/pytorch#104336": elsewhere_and_back,
-    "martinarjovsky/WassersteinGAN#32": weights_that_are_clamped,
-    "Guitaricet/relora#8": restarts_of_low_rank_factors,
-}
-
-
 # -- torch.compile -----------------------------------------------------------------------------------------------------
 
 
@@ -598,7 +548,7 @@ COMPILED: dict[str, Script] = {
 # Takes some seconds, once.
 INDUCTOR = compiled_step(lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)), "inductor")
 
-SCRIPTS = {**OPTIMIZERS, **LOOPS, **MODELS, **SEVERAL, **SCALERS, **SITUATIONS, **COMPILED}
+SCRIPTS = {**OPTIMIZERS, **LOOPS, **MODELS, **SEVERAL, **SCALERS, **COMPILED}
 
 
 # -- one worker: bit for bit what it was -------------------------------------------------------------------------------
@@ -672,7 +622,8 @@ def every_script(rank: int, n: int, names: Sequence[str], overlapped: Sequence[s
 SOME = [
     *("adamw, fused", "lion", "a subclass that calls its parent's step", "accumulation", "in the backward"),
     *("unused now and then", "mixed dtypes, strides and sizes", "autocast, bfloat16", "gan, two calls, one scaler"),
-    *("scaled, skipped by hand", "scaled subclass", "a disabled scaler", *SITUATIONS),
+    *("scaled, skipped by hand", "scaled subclass", "a disabled scaler"),
+    *("networks that are toggled", "restarts of low-rank factors"),
 ]
 # Those whose rounds end elsewhere than at the end of a step of one optimizer.
 SOME_OVERLAPPED = ["accumulation", "unused now and then", "scaled subclass"]
