@@ -297,7 +297,7 @@ LINES = {
     "transport": (8515, 3200),
     "engine": (981, 1000),
     "membership": (1640, 1100),
-    "replica": (5547, 2500),
+    "replica": (5531, 2500),
     "backward": (732, 526),  # with _gossip and ddp 1,600
     "checkpoint": (2382, 1900),
     "launch": (857, 500),

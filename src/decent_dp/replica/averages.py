@@ -34,8 +34,7 @@ def control_of_part(control: Collectives, replicas: Replicas, rank: int) -> Coll
 def average_(control: Collectives, tensors: Sequence[Tensor], counts: float | None = None) -> list[Tensor]:
     """Replaces each tensor by its mean over workers; returns the squared L2 distances of the old values to it (float64).
 
-    Args:
-        counts: the weight of this worker's values in the mean, 0 if it is none of them; None on all workers: all are equal.
+    ``counts``: the weight of this worker's values in the mean, 0 if it is none of them; None on all workers: all are equal.
     """
     distances = []
     for tensor, mean in _means(control, tensors, counts):
@@ -45,11 +44,7 @@ def average_(control: Collectives, tensors: Sequence[Tensor], counts: float | No
 
 
 def squared_distance(control: Collectives, tensors: Sequence[Tensor], counts: float | None = None) -> float:
-    """Returns the squared L2 distance of this worker's tensors to their mean over workers; changes nothing.
-
-    Args:
-        counts: as for ``average_``.
-    """
+    """Returns the squared L2 distance of this worker's tensors to their mean over workers, as ``average_``; changes nothing."""
     return sum(float(_square(tensor, mean)) for tensor, mean in _means(control, tensors, counts))
 
 
@@ -98,22 +93,21 @@ def _flatten(chunk: Sequence[Tensor]) -> Tensor:
 def _means(control: Collectives, tensors: Sequence[Tensor], counts: float | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields each tensor with its mean over workers."""
     for chunk in _chunks(tensors):
-        yield from _split(_mean(control, chunk, counts), chunk)
-
-
-def _mean(control: Collectives, chunk: Sequence[Tensor], counts: float | None) -> Tensor:
-    flat = _flatten(chunk)
-    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-    if counts is None:
-        control.mean(flat)
-        return flat
-    flat = flat.mul_(counts) if counts else flat.zero_()  # 0 times a NaN is a NaN
-    # The weight of those that count travels with the values: a worker may die before its part has arrived.
-    flat = torch.cat([flat, flat.new_full((1,), float(counts))])
-    control.mean(flat)
-    if not flat[-1] > 0:
-        raise NonFiniteError("the last worker whose replica is finite has died in the mean of all: the others hold a NaN.")
-    return flat[:-1] / flat[-1]
+        flat = _flatten(chunk)
+        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        if counts is None:
+            control.mean(flat)
+        else:
+            flat = flat.mul_(counts) if counts else flat.zero_()  # 0 times a NaN is a NaN
+            # The weight of those that count travels with the values: a worker may die before its part has arrived.
+            flat = torch.cat([flat, flat.new_full((1,), float(counts))])
+            control.mean(flat)
+            if not flat[-1] > 0:
+                raise NonFiniteError(
+                    "the last worker whose replica is finite has died in the mean of all: the others hold a NaN."
+                )
+            flat = flat[:-1] / flat[-1]
+        yield from _split(flat, chunk)
 
 
 def _split(flat: Tensor, chunk: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -12,13 +12,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from decent_dp._sizes import choose_sizes
+from decent_dp.engine.layout import BucketPlan, TensorSpec, plan_buckets
 from decent_dp.gradients import EndOfBackward
 from decent_dp.transport import NodeGroup
 
@@ -28,16 +29,14 @@ __all__ = ["NodeGradients"]
 class _GradientBucket:
     """Gradients that are summed together: one flat tensor, and behind it for each whether this worker has it."""
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self.params = params
-        sizes = [param.numel() for param in params]
-        self._numel, like = sum(sizes), params[0]
-        self.flat = torch.zeros(self._numel + len(params), dtype=_dtype(like), device=like.device)
-        self._values = self.flat[: self._numel]
-        self._counts = self.flat[self._numel :]
-        parts = torch.split(self._values, sizes)
-        self._views = [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
-        self.missing = len(params)
+    def __init__(self, plan: BucketPlan, params: Sequence[Tensor]) -> None:
+        """``params``: of all buckets."""
+        self.indices = [slot.index for slot in plan.slots]
+        self.params = [params[index] for index in self.indices]
+        self.flat = torch.zeros(plan.numel + len(self.params), dtype=plan.dtype, device=plan.device)
+        self._values, self._counts = torch.split(self.flat, [plan.numel, len(self.params)])
+        self._views = [slot.view(self.flat) for slot in plan.slots]
+        self.missing = len(self.params)
 
     @torch.no_grad()
     def fill(self, workers: int, *, empty: bool = False) -> None:
@@ -92,8 +91,7 @@ class NodeGradients:
     def __init__(
         self, params: Sequence[Tensor], group: NodeGroup, limit: float, explaining: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        self._params, self._group, self._explaining = params, group, explaining
-        self._sizes = choose_sizes(sum(param.numel() * _dtype(param).itemsize for param in params), limit)
+        self._params, self._group, self._limit, self._explaining = params, group, limit, explaining
         # Made at the end of the first backward, from the order in which the node's first worker has got the gradients.
         self._buckets: list[_GradientBucket] = []
         self._first_order: dict[int, None] = {}
@@ -223,19 +221,11 @@ class NodeGradients:
         if self._buckets:
             return
         orders = self._group.gather_values(list(self._first_order))
-        order = dict.fromkeys([*max(orders, key=len), *range(len(self._params))])
-        found: list[list[int]] = []
-        size, like = 0, None
-        for index in order:
-            param = self._params[index]
-            kind, nbytes = (_dtype(param), param.device), param.numel() * _dtype(param).itemsize
-            if kind != like or size + nbytes > self._sizes[len(found) > 1]:
-                found.append([])
-                size, like = 0, kind
-            found[-1].append(index)
-            size += nbytes
-        self._buckets = [_GradientBucket([self._params[index] for index in indices]) for indices in found]
-        self._bucket_of = {index: number for number, indices in enumerate(found) for index in indices}
+        order = list(dict.fromkeys([*max(orders, key=len), *range(len(self._params))]))
+        specs = [replace(TensorSpec.of("", param), dtype=_dtype(param)) for param in self._params]
+        first, limit = choose_sizes(sum(spec.numel * spec.dtype.itemsize for spec in specs), self._limit)
+        self._buckets = [_GradientBucket(plan, self._params) for plan in plan_buckets(specs, order, limit, first)]
+        self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket.indices}
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
