@@ -1,14 +1,12 @@
-"""The engine by itself, on a plain list of tensors; and what its drivers promise of buckets, frames, listeners and loads."""
+"""The engine by itself, on a plain list of tensors; and what its drivers promise of buckets, listeners and loads."""
 
 from __future__ import annotations
 
 import gc
 import logging
 import os
-import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import decent_dp
 from decent_dp import gossip
 from decent_dp.compression import COMPRESSIONS
 from decent_dp.ddp import DecentralizedDataParallel
@@ -193,7 +190,7 @@ def test_rounds_that_mix(name):
         turn_of(topology, -1)
 
 
-# -- buckets, output and frames --------------------------------------------------------------------------------------------
+# -- buckets ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("megabytes", [25, MANY])
@@ -212,38 +209,6 @@ def trained(at: Any, driver: str, model: nn.Module, **options: Any) -> Driven:
     if driver == "wrapper":
         options["sync_buffer_in_global_avg"] = True
     return Driven(driver, model, at, **options).steps(0, 1, 2)
-
-
-def frames_to_hook(hooked_by: str) -> int:
-    """Frames of this library on the stack, up to that of the file of torch's that has called the hook."""
-    own, count, frame = str(Path(decent_dp.__file__).parent), 0, sys._getframe(1)
-    while not frame.f_code.co_filename.endswith(hooked_by):
-        count += frame.f_code.co_filename.startswith(own)
-        assert frame.f_back is not None, f"{hooked_by} is not on the stack"
-        frame = frame.f_back
-    return count
-
-
-def counted(transport: Any, driver: str, overlap: bool) -> list[int]:
-    """The frames below each start of an exchange."""
-    found = list[int]()
-    start = transport.start
-
-    def watched(edge: Edge, request: Any) -> Any:
-        found.append(frames_to_hook({"wrapper": "torch/autograd/graph.py", "gossip": "torch/optim/optimizer.py"}[driver]))
-        return start(edge, request)
-
-    transport.start = watched
-    trained(transport, driver, net(), overlap=overlap).user.close()
-    return found
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@DRIVERS
-def test_few_frames_lie_between_a_hook_and_the_exchange(driver, overlap):
-    for found in run_replicas(2, lambda transport: counted(transport, driver, overlap)):
-        assert len(found) >= 3 * 2, "three rounds of several buckets"
-        assert 1 <= min(found) <= max(found) <= 10
 
 
 # -- the life of a replica -------------------------------------------------------------------------------------------------

@@ -122,12 +122,6 @@ TYPE, VALUE = "TypeError", "ValueError"
 # Each with the error's kind, and its text.
 BAD: dict[str, tuple[Callable[[nn.Module], Given], str, str]] = {
     "swapped": (lambda m: (SGD(m.parameters()), m, {}), TYPE, "model must be a torch.nn.Module, got SGD"),
-    "DDP": (
-        within(nn.parallel.DistributedDataParallel),
-        VALUE,
-        "is in DistributedDataParallel over 2 of 2 workers, which averages its gradients: that is one replica",
-    ),
-    "DDP inside": (part(nn.parallel.DistributedDataParallel), TYPE, "a part of the model is wrapped in DistributedData"),
     "DataParallel": (within(nn.DataParallel), TYPE, "already wrapped in DataParallel: pass its .module, and start one"),
     "DeepSpeed": (
         within(named("DeepSpeedEngine", Engine)),
@@ -144,27 +138,20 @@ BAD: dict[str, tuple[Callable[[nn.Module], Given], str, str]] = {
     "sparse": (holding(lambda: torch.eye(2).to_sparse()), VALUE, "'odd' is a sparse tensor: make it dense"),
     "complex": (holding(lambda: torch.zeros(2, dtype=torch.complex64)), VALUE, "parameter 'odd' is torch.complex64"),
     "frozen": (frozen, VALUE, "no trainable parameters"),
-    "None": (instead(lambda m: None), TYPE, f"{OPT}a NoneType: pass the object"),
-    "a class": (
-        instead(lambda m: torch.optim.SGD),
-        TYPE,
-        f"{OPT}the class SGD: pass the object whose step() trains",
-    ),
-    "a scheduler": (
-        instead(lambda m: torch.optim.lr_scheduler.StepLR(SGD(m.parameters()), 3)),
-        TYPE,
-        f"{OPT}a StepLR: pass the object",
-    ),
-    "a function": (instead(lambda m: SGD), TYPE, f"{OPT}a partial: pass the object"),
-    "parameters": (instead(lambda m: m.parameters()), TYPE, f"{OPT}a Parameter: pass the object"),
-    "the model": (
-        instead(lambda m: m),
-        TYPE,
-        f"{OPT}a Sequential: pass the object",
-    ),
-    "a name": (instead(lambda m: "adam"), TYPE, f"{OPT}a str: pass the object"),
-    "a dict": (instead(lambda m: {"a": SGD(m.parameters())}), TYPE, f"{OPT}a dict: pass the object"),
-    "junk": (instead(lambda m: [SGD(m.parameters()), 7]), TYPE, f"{OPT}a int: pass the object"),
+    **{
+        f"a {kind}": (instead(make), TYPE, f"{OPT}a {kind}: pass the object")
+        for kind, make in {
+            "NoneType": lambda m: None,
+            "StepLR": lambda m: torch.optim.lr_scheduler.StepLR(SGD(m.parameters()), 3),
+            "partial": lambda m: SGD,
+            "Parameter": lambda m: m.parameters(),
+            "Sequential": lambda m: m,
+            "str": lambda m: "adam",
+            "dict": lambda m: {"a": SGD(m.parameters())},
+            "int": lambda m: [SGD(m.parameters()), 7],
+        }.items()
+    },
+    "a class": (instead(lambda m: torch.optim.SGD), TYPE, f"{OPT}the class SGD: pass the object whose step() trains"),
     "empty": (instead(lambda m: []), VALUE, "optimizer is an empty list"),
     "wrapping": (instead(lambda m: Wrapping(SGD(m.parameters()))), TYPE, "Wrapping does not tell of its steps"),
     "hook": (instead(lambda m: Looking(m.parameters(), lr=0.1)), TYPE, "Looking has a pre_average_hook"),
@@ -219,6 +206,15 @@ def frozen_bias(model: nn.Module) -> Given:
     return good(model)
 
 
+DDP = nn.parallel.DistributedDataParallel
+IN_DDP = "is in DistributedDataParallel over 2 of 2 workers, which averages its gradients: that is one replica"
+# Of all workers together, which have a process group.
+TOGETHER = {
+    "DDP": (within(DDP), VALUE, IN_DDP),
+    "DDP inside": (part(DDP), TYPE, "a part of the model is wrapped in DistributedData"),
+}
+
+
 # On one worker only, where each alone would be right.
 DIFFERENT: dict[str, tuple[Callable[[nn.Module], Given], str]] = {
     "kind": (instead(lambda m: torch.optim.Adam(m.parameters())), "SGD of 0.weight, 0.bias, 2.weight"),
@@ -233,6 +229,24 @@ DIFFERENT: dict[str, tuple[Callable[[nn.Module], Given], str]] = {
     "mix_every": (option(mix_every=2), "mix_every is 1 on worker 0 and 2 on worker 1"),
     "overlap": (option(overlap=False), "overlap is True on worker 0 and False on worker 1"),
 }
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_argument_is_named(name):
+    """And everything is released: a right call works afterwards, also on a model with which another one has failed."""
+    bad, kind, text = BAD[name]
+    transport, model = InProcessTransport(), net()
+    given, optimizer, options = bad(model)
+    found, said = error_of(lambda: decent_dp.gossip(given, optimizer, transport=transport, **options))
+    assert found == kind, said
+    assert text in said
+    assert len(said) < 400
+    model = model.float().requires_grad_(True)
+    optimizer = SGD(model.parameters())
+    decent_dp.gossip(model, optimizer, transport=transport, topology="complete").close()  # the transport is the caller's
+
+
+# -- several workers -------------------------------------------------------------------------------------------------------
 
 
 def threads() -> set[str]:
@@ -258,77 +272,62 @@ def attempt(given: Given) -> tuple[str, str]:
 
 def trains(model: nn.Module, rank: int) -> bool:
     """A right call works, also on a model with which others have failed."""
-    model = model.requires_grad_(True)
     optimizer = SGD(model.parameters())
     gossip = decent_dp.gossip(model, optimizer, topology="ring")
     for t in range(2):
-        x = loss(model.float(), t, rank)
-        x.backward()
+        loss(model, t, rank).backward()
         optimizer.step()
         optimizer.zero_grad()
     gossip.close()
     return gossip.stats().rounds == 2
 
 
-def wrong_on_all(rank: int, n: int) -> Any:
-    found = {}
-    gc.freeze()  # what is there already need not be looked at again and again
-    for i, (name, (bad, _, _)) in enumerate(BAD.items()):
-        model = net()
-        found[name] = attempt(bad(model))
-        if i % 8 == 0 or name == "replaced":
-            assert trains(model.float(), rank), name
-    return found
+# The same checks find them as on one worker: some are enough.
+SOME = [*BAD][::12]
 
 
-def wrong_on_one(rank: int, n: int) -> Any:
+def wrong(rank: int, n: int) -> Any:
+    """On worker 1 alone, and on all; and where each alone would be right."""
     found: dict[str, Any] = {}
-    gc.freeze()
-    for i, (name, (bad, _, _)) in enumerate((name, BAD[name]) for name in SOME):
-        model, twin = net(), net()
-        given = bad(twin)  # on all: some are made by all workers together
-        who = i % n
-        found[name] = who, attempt(given if rank == who else good(model))
-        if i % 8 == 0:
-            assert trains(model, rank), name
+    gc.freeze()  # what is there already need not be looked at again and again
+    for name in SOME:
+        model = net()
+        found[name] = attempt(BAD[name][0](net()) if rank == 1 else good(model))
+        assert trains(model, rank), name
+    for name, (bad, _, _) in TOGETHER.items():
+        found[name] = attempt(bad(net()))
     for name, (other, _) in DIFFERENT.items():
         model = net()
-        found[f"different {name}"] = 1, attempt(other(model) if rank == 1 else good(model))
+        found[f"different {name}"] = attempt(other(model) if rank == 1 else good(model))
         if name in ("kind", "frozen", "overlap"):
-            assert trains(model, rank), name
+            assert trains(model.requires_grad_(True), rank), name
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(300)])
+    params = list(model.parameters())
+    if rank == 1:
+        params[-2:] = params[:-3:-1]
+    found["large"] = attempt((model, SGD(params), {}))
     return found
 
 
 def test_the_same_error_on_all_workers(workers):
-    found, *others = workers(2, wrong_on_all)
-    for other in others:
-        assert other == found
-    for name, (_, kind, text) in BAD.items():
-        assert found[name][0] == kind, (name, found[name])
-        assert text in found[name][1], (name, found[name])
-        assert len(found[name][1]) < 400, name
-        assert not found[name][1].startswith("worker"), name
-
-
-# The same checks find them as on all workers: some are enough, and an odd one on worker 1.
-SOME = [*BAD][::12]
-
-
-def test_arguments_of_one_worker_are_named_on_all(workers):
-    found, *others = workers(2, wrong_on_one)
-    for other in others:
-        assert other == found
+    found, other = workers(2, wrong)
+    assert found == other
     for name in SOME:
         _, kind, text = BAD[name]
-        who, (its_kind, said) = found[name]
-        assert its_kind == kind, (name, said)
-        assert said.startswith(f"worker {who}: "), (name, said)
-        assert text in said, (name, said)
+        assert found[name][0] == kind, found[name]
+        assert found[name][1].startswith("worker 1: ")
+        assert text in found[name][1]
+    for name, (_, kind, text) in TOGETHER.items():
+        assert found[name][0] == kind
+        assert text in found[name][1]
+        assert not found[name][1].startswith("worker")
     for name, (_, text) in DIFFERENT.items():
-        _, (kind, said) = found[f"different {name}"]
-        assert kind == "DisagreementError", (name, kind, said)
+        kind, said = found[f"different {name}"]
+        assert kind == "DisagreementError", (name, said)
         assert text in said, (name, said)
         assert "worker 1" in said, (name, said)
+    assert "SGD of 600 parameters, 0.weight, 0.bias" in found["large"][1]
+    assert len(found["large"][1]) < 500
 
 
 def without_a_collector(rank: int, n: int) -> Any:
@@ -348,21 +347,6 @@ def without_a_collector(rank: int, n: int) -> Any:
 
 def test_connections_do_not_wait_for_the_garbage_collector(workers):
     assert workers(2, without_a_collector) == [["ValueError", "DisagreementError", "ValueError"]] * 2
-
-
-def of_a_large_model(rank: int, n: int) -> str:
-    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(300)])
-    params = list(model.parameters())
-    if rank == 1:
-        params[-2:] = params[:-3:-1]
-    return attempt((model, SGD(params), {}))[1]
-
-
-def test_a_message_about_a_large_model_is_short(workers):
-    found, other = workers(2, of_a_large_model)
-    assert found == other
-    assert "SGD of 600 parameters, 0.weight, 0.bias" in found
-    assert len(found) < 500
 
 
 def trained_elsewhere(rank: int, n: int) -> Any:
@@ -407,13 +391,3 @@ def test_without_a_process_group():
         assert kind == "RuntimeError"
         assert "process group" in said
         assert not threads() - before
-
-
-def test_a_transport_of_the_callers_stays_the_callers():
-    transport = InProcessTransport()
-    model = net()
-    for optimizer in (None, []):
-        with pytest.raises((TypeError, ValueError)):
-            decent_dp.gossip(model, optimizer, transport=transport)  # type: ignore[arg-type]
-    gossip = decent_dp.gossip(model, SGD(model.parameters()), transport=transport, topology="complete")
-    gossip.close()
