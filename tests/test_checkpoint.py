@@ -417,7 +417,7 @@ def test_workers_without_a_shared_disk(replicas, tmp_path):
 def test_another_number_of_workers_is_refused_unless_resized(tmp_path):
     def loading(transport: InProcessTransport) -> None:
         model = on(transport)
-        with pytest.raises(ValueError, match=r"saved by 3 workers and this run has 2: pass resize='spread'"):
+        with pytest.raises(ValueError, match=r"saved by 3 workers and this run has 2 workers: pass resize='spread'"):
             load(model, tmp_path)
         assert load(model, tmp_path, resize="spread") == {}
 

@@ -273,6 +273,16 @@ def test_the_checkpoint_that_was_loaded_stays_until_a_newer_one_is_written(tmp_p
     model.close()
 
 
+def test_a_checkpoint_that_was_complete_stays_as_its_disk_may_come_back(tmp_path):
+    model = alone(net())
+    older, lost = (save(model, tmp_path).path for _ in range(2))
+    (lost / shard_name(0)).unlink()
+    load(model, older)
+    save(model, tmp_path, keep=1)
+    assert (lost.is_dir(), older.is_dir()) == (True, False)
+    model.close()
+
+
 @pytest.mark.parametrize("what", ["run", "latest"])
 def test_a_disk_that_is_full_for_small_files(tmp_path, monkeypatch, caplog, what):
     """Without the file of the run there is no checkpoint; without `latest` there is one."""

@@ -231,13 +231,9 @@ def _check_record(step: Path, record: Record, replica: Replica, resize: str | No
             f"{step} was saved by replicas of {len(workers[0])} workers each, and here they have {here.shards}: shard the "
             "model as it was, or start from the model that export() wrote."
         )
-    if (len(workers), len(workers[0])) != (len(here.workers), here.shards) and resize is None:
-        there, now = (
-            f"{count} {'' if size == 1 else f'replicas of {size} '}workers"
-            for count, size in ((len(workers), len(workers[0])), (len(here.workers), here.shards))
-        )
-        if len(workers[0]) == here.shards:
-            now = str(len(here.workers))
+    sizes = (len(workers), len(workers[0])), (len(here.workers), here.shards)
+    if sizes[0] != sizes[1] and resize is None:
+        there, now = (f"{n} workers" if own == 1 else f"{n} replicas of {own} workers" for n, own in sizes)
         hint = "" if len(workers[0]) > 1 or here.shards == 1 else " To resume exactly, pass replica='worker' to gossip()."
         raise ValueError(
             f"{step} was saved by {there} and this run has {now}: pass resize='spread' (or 'mean') to load().{hint}"
@@ -277,13 +273,10 @@ def _check_alike(step: Path, n: int, seen: Sequence[tuple[int, list[Any]]]) -> N
                 f"workers {before} and {reader} see different files {shard_name(number)} in {step}: copy the same "
                 "checkpoint to all of them."
             )
-        if its_name != name:
+        if its_name != name or its_n != n:
             why = f"it is of {its_name}, and {shard_name(one)} of {name}: they are not shards of one checkpoint"
-        elif its_n != n:
-            why = f"{its_n} workers saved it, not {n}"
-        else:
-            continue
-        raise CheckpointError(f"{step / shard_name(number)} cannot be used: {why}")
+            why = why if its_name != name else f"{its_n} workers saved it, not {n}"
+            raise CheckpointError(f"{step / shard_name(number)} cannot be used: {why}")
 
 
 def _resumed(shard: Shard, replica: Replica) -> dict[str, Any]:
