@@ -299,7 +299,7 @@ LINES = {
     "membership": (1640, 1100),
     "replica": (5531, 2500),
     "backward": (732, 526),  # with _gossip and ddp 1,600
-    "checkpoint": (2382, 1900),
+    "checkpoint": (2375, 1900),
     "launch": (857, 500),
     "logging": (663, 350),
     "integrations": (1824, 1200),
