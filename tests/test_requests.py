@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from decent_dp.transport.hello import Dialled
 from decent_dp.transport.peer_errors import UnreachableError
 from decent_dp.transport.peer_links import LinkState
 from tests.helpers import wait_for
-from tests.wires import SECONDS, Net, content, identity, receive, send
+from tests.wires import SECONDS, Net, content, receive, send
 
 JOINER = 2
 
@@ -118,17 +117,6 @@ def test_a_process_that_nobody_serves_is_told_at_once():
         with pytest.raises(ConnectionError, match=r"worker 1 cannot be asked: .*no route"):
             asks(net, b"x", peer=1).result(SECONDS)
         assert time.monotonic() - began < 15
-
-
-def test_who_does_not_know_the_secret_is_not_served(monkeypatch):
-    """Also if it does not mind that the others do not know its own."""
-    monkeypatch.setattr(Dialled, "accept", lambda *_: identity(0))
-    with Net(3, joins={JOINER: 1}, strangers=[JOINER]) as net:
-        served = Served(net)
-        with pytest.raises(ConnectionError, match="cannot be asked"):
-            asks(net, b"x").result(SECONDS)
-        assert served.log == []
-        assert net.wires[0].links.joiners == {}
 
 
 def test_what_another_process_of_a_worker_is_asked_is_not_answered():

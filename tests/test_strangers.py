@@ -11,17 +11,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import zmq
 
-from decent_dp.transport.hello import Dialled, Identity, password
+from decent_dp.transport.hello import Dialled, Identity
 from decent_dp.transport.messages import BYE, CONTROL, HELLO, pack
 from decent_dp.transport.peer_links import LinkState
 from decent_dp.transport.sockets import Curve
 from tests.helpers import wait_for
-from tests.wires import RUN, SECONDS, SECRET, Net, content, receive, send
+from tests.wires import HEARD, RUN, SECONDS, Net, content, receive, send, stranger
 
 COUNT = 200
 # What a ZeroMQ socket without encryption says first: signature, version 3.1, mechanism, no server.
@@ -45,25 +44,16 @@ def port_of(net: Net, plane: str) -> int:
 
 def test_the_routing_id_of_a_connection_is_of_no_use_at_the_other_listener():
     """Where nothing is encrypted, whoever listens on the way has seen it, and the password."""
-    net = Net(2)
-    net.connect()
-    wait_for(lambda: all(wire.links.to(1 - rank).state is LinkState.OPEN for rank, wire in enumerate(net.wires)))
-    listens = next(rank for rank in (0, 1) if net.wires[rank].links.by_rank[1 - rank].channels[CONTROL].routing_id)
-    link = net.wires[listens].links.by_rank[1 - listens]
-    context: Any = zmq.Context()
-    stranger = context.socket(zmq.DEALER)
-    try:
-        for option, value in ((zmq.LINGER, 0), (zmq.PLAIN_USERNAME, b"worker"), (zmq.PLAIN_PASSWORD, password(SECRET))):
-            stranger.set(option, value)
-        stranger.set(zmq.ROUTING_ID, link.channels[CONTROL].routing_id)
-        stranger.connect(net.targets[listens].bulk)
-        stranger.send(pack(BYE))
-        wait_for(lambda: net.wires[listens].router.doorman.dropped > 0)
-        assert link.state is LinkState.OPEN
-    finally:
-        stranger.close()
-        context.term()
-        net.close()
+    with Net(2) as net:
+        net.connect()
+        wait_for(lambda: all(wire.links.to(1 - rank).state is LinkState.OPEN for rank, wire in enumerate(net.wires)))
+        listens = next(rank for rank in (0, 1) if net.wires[rank].links.by_rank[1 - rank].channels[CONTROL].routing_id)
+        link = net.wires[listens].links.by_rank[1 - listens]
+        name = link.channels[CONTROL].routing_id
+        with stranger(net.targets[listens].bulk, routing_id=name, **HEARD) as stream:
+            stream.send(pack(BYE))
+            wait_for(lambda: net.wires[listens].router.doorman.dropped > 0)
+            assert link.state is LinkState.OPEN
 
 
 def sends(*parts: bytes, pause: float = 0.0) -> Callable[[socket.socket], None]:
@@ -157,70 +147,50 @@ def test_many_strangers_delay_nobody_and_take_little_memory(net):
 
 
 def test_a_worker_is_let_in_beside_strangers():
-    net = Net(2)
-    pester = Pester(net)
-    try:
-        time.sleep(0.5)
-        began = time.monotonic()
-        net.wires[1].connect(0)
-        assert time.monotonic() - began < 1.0
-    finally:
-        pester.stop()
-        net.close()
+    with Net(2) as net:
+        pester = Pester(net)
+        try:
+            time.sleep(0.5)
+            began = time.monotonic()
+            net.wires[1].connect(0)
+            assert net.wires[1].is_connected(0)
+            assert time.monotonic() - began < 2.0
+        finally:
+            pester.stop()
 
 
-@pytest.mark.parametrize("encrypts", [False, True])
-def test_who_does_not_know_the_secret_gets_no_welcome(encrypts):
+@pytest.mark.parametrize("knows", ["a key", "nothing", "the password"])
+def test_who_does_not_know_the_secret_gets_no_welcome(knows):
     """It speaks the protocol. With encryption it has a key of its own, which the store does not have; without, it has seen the
     password on its way, or not."""
-    net, context = Net(1, encrypts=encrypts), zmq.Context()
-    stream = context.socket(zmq.DEALER)
-    stream.linger, stream.rcvtimeo = 0, 1000
     curve = Curve.create()
-    if encrypts:
-        stream.curve_publickey, stream.curve_secretkey, stream.curve_serverkey = curve.public, curve.secret, net.targets[0].key
-    try:
-        stream.connect(net.targets[0].control)
-        keys = curve.public + net.targets[0].key if encrypts else b""
-        dialled = Dialled(Identity(RUN, 1, b"stranger"), b"another secret", 0, CONTROL, bytes(16), keys)
-        stream.send_multipart([pack(HELLO, flags=1), dialled.hello])
-        with pytest.raises(zmq.Again):
-            stream.recv_multipart()
-        if not encrypts:
-            stream.close()
-            stream = context.socket(zmq.DEALER)
-            stream.linger, stream.rcvtimeo = 0, 1000
-            stream.plain_username, stream.plain_password = b"worker", password(SECRET)
-            stream.connect(net.targets[0].control)
+    with Net(1, encrypts=knows == "a key") as net:
+        target, options, keys = net.targets[0], HEARD if knows == "the password" else {}, b""
+        if target.key:
+            keys = curve.public + target.key
+            options = {"curve_publickey": curve.public, "curve_secretkey": curve.secret, "curve_serverkey": target.key}
+        with stranger(target.control, **options) as stream:
+            dialled = Dialled(Identity(RUN, 1, b"stranger"), b"another secret", 0, CONTROL, bytes(16), keys)
             stream.send_multipart([pack(HELLO, flags=1), dialled.hello])
-            _, challenge = stream.recv_multipart()
-            stream.send_multipart([pack(HELLO, flags=3), dialled.prove(challenge)])
+            if knows == "the password":
+                _, challenge = stream.recv_multipart()
+                stream.send_multipart([pack(HELLO, flags=3), dialled.prove(challenge)])
             with pytest.raises(zmq.Again):
                 stream.recv_multipart()
         assert 1 not in net.wires[0].links.by_rank
-    finally:
-        context.destroy(linger=0)
-        net.close()
 
 
 def test_a_name_that_another_connection_has_ends_nobody():
     """libzmq gives a connection without a name the next number, and aborts if one has called itself so."""
-    net, context = Net(2), zmq.Context()
-    held = [context.socket(zmq.DEALER) for _ in range(90)]
-    try:
-        for stream, number in zip(
-            held, [*range(0x6B8B4567, 0x6B8B4567 + 20), *range(0x327B23C6, 0x327B23C6 + 20)], strict=False
-        ):
-            stream.routing_id = b"\0" + number.to_bytes(4, "big")  # where the counts of a process's listeners begin
-        for stream in held:
-            stream.connect(net.targets[0].control)
+    with Net(2) as net, contextlib.ExitStack() as held:
+        for begin in (0x6B8B4567, 0x327B23C6):  # where the counts of a process's listeners begin
+            for number in range(begin, begin + 20):
+                held.enter_context(stranger(net.targets[0].control, routing_id=b"\0" + number.to_bytes(4, "big")))
+        for _ in range(50):
+            held.enter_context(stranger(net.targets[0].control))
         time.sleep(0.5)
         net.wires[1].connect(0)
-    finally:
-        for stream in held:
-            stream.close(0)
-        context.term()
-        net.close()
+        assert net.wires[1].is_connected(0)
 
 
 def few_descriptors(rank: int, n: int) -> int:

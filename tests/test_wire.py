@@ -21,8 +21,9 @@ from decent_dp.transport.peer_links import LinkState
 from decent_dp.transport.sockets import Event
 from decent_dp.transport.transfers import Receiving, Sending
 from decent_dp.transport.votes import PairExchange, Verdict
+from decent_dp.transport.wire import Wire
 from tests.test_transport import caught, swap
-from tests.wires import SECRET, Net, Unwired, identity, make_doorman, message, receive
+from tests.wires import SECRET, Net, Unwired, identity, make_doorman, make_links, message, receive
 
 # -- between processes -----------------------------------------------------------------------------------------------------
 
@@ -329,6 +330,6 @@ def test_what_was_written_to_a_peer_that_has_ended_counts_as_sent():
 
 def test_a_look_why_a_worker_is_lost_makes_no_link():
     """Another thread walks through them."""
-    with Net(2, near=True) as net:
-        assert isinstance(net.wires[0].why_lost(5), TimeoutError)
-        assert 5 not in net.wires[0].links.by_rank
+    wire: Any = SimpleNamespace(links=make_links())
+    assert isinstance(Wire.why_lost(wire, 5), TimeoutError)
+    assert 5 not in wire.links.by_rank

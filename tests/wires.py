@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import secrets
 import threading
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
+
+import zmq
 
 from decent_dp.transport.addresses import probe
 from decent_dp.transport.commands import Clock
@@ -28,6 +31,8 @@ from decent_dp.transport.wire import Wire
 
 SECONDS = 20.0
 RUN, SECRET = b"run of the tests", b"secret of the run"
+# What somebody has who has listened where nothing is encrypted.
+HEARD: dict[str, Any] = {"plain_username": b"worker", "plain_password": password(SECRET)}
 
 
 def identity(rank: int) -> Identity:
@@ -138,6 +143,20 @@ class Net:
         for thread in closing:
             thread.join(SECONDS)
             assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def stranger(endpoint: str, **options: Any) -> Iterator[Any]:
+    """A socket of ZeroMQ that is none of a worker's and connects there, with these options."""
+    context: Any = zmq.Context()
+    stream = context.socket(zmq.DEALER)
+    for name, value in {"linger": 0, "rcvtimeo": 1000, "sndtimeo": 1000, **options}.items():
+        setattr(stream, name, value)
+    stream.connect(endpoint)
+    try:
+        yield stream
+    finally:
+        context.destroy(0)
 
 
 def make_links(local: Collection[int] = (), now: Callable[[], float] | None = None) -> PeerLinks:
