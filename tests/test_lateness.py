@@ -171,7 +171,7 @@ def test_what_is_given_up_is_asked_for_and_what_is_in_doubt_for_too_long_is_drop
     policy = policy_of(links, settlement=settlement, commands=SimpleNamespace(run_there=lambda command: command()))
     at.now, link.lane.moved, pair = 100.0, 90.0, new_pair(8, joined=96.0)
     pair.voted = voted
-    policy.give_up(SimpleNamespace(pairs=[pair]))  # type: ignore[arg-type]
+    policy.give_up(SimpleNamespace(pair=pair))  # type: ignore[arg-type]
     assert calls == [called]
 
 

@@ -143,7 +143,7 @@ def test_a_doubt_is_waited_for_as_long_as_a_silence_and_then_counted(make):
         sending = Sending(1 - rank, (0, 0, 0), memory, lambda: None, print, ready=100)
         pair = PairExchange(Receiving(1 - rank, (0, 0, 0), memoryview(bytearray(100)), lambda: None, print), sending, settle)
         if rank == 0:
-            handle.pairs.append(pair)
+            handle.pair = pair
         two.open(rank, pair)
     began = time.monotonic()
     handle.wait()

@@ -30,7 +30,7 @@ class WireHandle(Handle):
         others: the other members.
 
     Attributes:
-        pairs: an exchange with each of ``others``, if they swap messages.
+        pair: the exchange with the other member, if there is one.
         started: when the exchange was, on the clock of the wire.
     """
 
@@ -38,7 +38,7 @@ class WireHandle(Handle):
         super().__init__()
         self.exchange_id, self.others, self._explain = exchange_id, others, explain
         self._policy, self._wire = policy, wire
-        self.pairs: list[PairExchange] = []
+        self.pair: PairExchange | None = None
         self.started = wire.clock.now()
         self._left = 0
         self._done, self._read = threading.Event(), threading.Event()
@@ -190,8 +190,8 @@ class AllNeeded(Policy):
         missing = ended or handle.missing()
         if not ended:
             self._expired_at = self._wire.clock.now()
-        for pair in handle.pairs:
-            self._wire.call(partial(self._wire.settlement.drop, pair))
+        if handle.pair is not None:
+            self._wire.call(partial(self._wire.settlement.drop, handle.pair))
         for peer in missing:
             error = self._wire.why_lost(peer)
             if isinstance(error, ConnectionError):

@@ -98,9 +98,7 @@ class HostMessages:
     @property
     def flags(self) -> tuple[int, int]:
         """Of the sent and the received messages."""
-        compression = self._request.compression
-        messages = self.on_host.received.view(-1, max(compression.nbytes, 1))
-        return flag_of(self.on_host.sent), max(map(flag_of, messages), default=0)
+        return flag_of(self.on_host.sent), flag_of(self.on_host.received)
 
     def finish(self) -> None:
         """What is queued on the current stream from now on finds the received message."""

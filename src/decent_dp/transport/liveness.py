@@ -190,7 +190,8 @@ class HolesAllowed(Policy):
         self._dead_after, self._timeout = neighbours.dead_after, timeout
 
     def seconds_left(self, handle: WireHandle, began: float, now: float) -> float:
-        [pair] = handle.pairs
+        pair = handle.pair
+        assert pair is not None
         in_doubt = self._end_of_doubt(pair) - now
         if pair.abandoned:
             return in_doubt
@@ -199,7 +200,8 @@ class HolesAllowed(Policy):
         return min(in_doubt, lively, self.expected_end(pair, began) - now, active)
 
     def give_up(self, handle: WireHandle) -> None:
-        [pair] = handle.pairs
+        pair = handle.pair
+        assert pair is not None
         now, settlement = self._wire.clock.now(), self._wire.settlement
         if now >= self._end_of_doubt(pair):
             self._wire.commands.run_there(lambda: settlement.drop(pair))
@@ -212,7 +214,8 @@ class HolesAllowed(Policy):
         return
 
     def waited(self, handle: WireHandle, began: float) -> None:
-        [pair] = handle.pairs
+        pair = handle.pair
+        assert pair is not None
         lateness = self._wire.links.known(pair.peer).lateness
         lateness.waited(pair, began, self._wire.clock.now(), self._neighbours.step, _COMING * self._dead_after)
 

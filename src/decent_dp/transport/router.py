@@ -20,7 +20,7 @@ from decent_dp.transport.listening import Doorman
 from decent_dp.transport.messages import BEAT, BLOCK, BULK, BYE, CALL, CONTROL, DATA, HINT, START, STATE, VOTE, Header, unpack
 from decent_dp.transport.peer_errors import SilentError
 from decent_dp.transport.peer_links import LinkState, PeerLink
-from decent_dp.transport.sockets import SILENT, Channel, Socket, Sockets, rest_of
+from decent_dp.transport.sockets import Channel, Socket, Sockets, rest_of
 
 __all__ = ["Reader", "Router"]
 
@@ -310,8 +310,6 @@ class Router:
             self._connections.lose(link, f"it has brought nothing for {dead_after:g} s")
         if link.state is LinkState.BROKEN and link.silence(now) > dead_after:
             self._connections.expire(link)
-        if link.state is LinkState.NEW and link.votes.pairs and now - link.since > SILENT * dead_after:
-            self._links.needed.add(link.peer)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -100,7 +100,7 @@ class WireExchanges:
         def swap_hints() -> None:
             for peer in others:
                 self._wire.hints.send(peer, key, request.hint)
-            if not (handle.pairs and handle.failed):
+            if not (handle.pair and handle.failed):
                 self._wire.hints.when_there(others, key, then)
 
         self._wire.call(swap_hints)
@@ -111,10 +111,9 @@ class WireExchanges:
         key, failed, settlement = key_of(request.exchange_id, WHOLE), partial(handle.fail, peer), self._wire.settlement
         sending = Sending(peer, key, bytes_of(request.sent), _nothing, failed)
         receiving = Receiving(peer, key, bytes_of(request.received), _nothing, failed)
-        pair = PairExchange(receiving, sending, partial(handle.settle, peer))
+        pair = handle.pair = PairExchange(receiving, sending, partial(handle.settle, peer))
         handle.bytes_sent = sum(chunk.payload for chunk in request.compression.chunks)
         handle.expect(1)
-        handle.pairs.append(pair)
         self._wire.call(partial(settlement.open, pair))
         return lambda ready: self._wire.call(partial(settlement.send, pair, ready))
 
@@ -130,7 +129,7 @@ class WireExchanges:
         steps = request.encode(hints)
         last, until = 0, time.monotonic() + _STRIDE_FOR
         try:
-            while not (handle.pairs and handle.failed):
+            while not (handle.pair and handle.failed):
                 with profiled("decent_dp.encode"):
                     ready = next(steps, None)
                 if ready is None:
