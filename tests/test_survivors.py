@@ -426,17 +426,17 @@ def test_a_mean_is_made_once_whatever_processes_and_rounds_take_part(make, monke
         if rank == 3:
             return None
         control.begin("mean", 10 + rank)
-        attempt, put = control._attempt, control._tree._put
+        mean, put = control._tree.mean, control._tree._put
 
         def count(*args: Any) -> Any:
             tries[rank] += 1
-            return attempt(*args)
+            return mean(*args)
 
         def slow(peer: int, block: Any) -> None:
             time.sleep(0.7 if rank == 1 else 0.0)  # it is in the middle of the tree
             put(peer, block)
 
-        monkeypatch.setattr(control, "_attempt", count)
+        monkeypatch.setattr(control._tree, "mean", count)
         monkeypatch.setattr(control._tree, "_put", slow)
         tensor = values(rank, 100)
         control.mean(tensor)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 import decent_dp
 from decent_dp.checkpoint import saver as saver_module
-from decent_dp.checkpoint.preempt import Preemption
 from decent_dp.logging import publisher as publisher_module
 from decent_dp.transport import InProcessTransport, process_group, run_replicas
 from decent_dp.transport.control_plane import ControlPlane
@@ -209,12 +208,4 @@ def test_a_save_whose_thread_fails_does_not_hang(monkeypatch, tmp_path, where, c
     with pytest.raises(ZeroDivisionError, match="a bug of ours"):
         saving.wait(20)
     assert "is not complete" in caplog.text
-    model.close()
-
-
-def test_a_thread_for_the_stop_vote_that_fails_ends_the_training(monkeypatch):
-    model = alone(net())
-    monkeypatch.setattr(ControlPlane, "is_asked", fail)
-    with Preemption(model, signals=()), pytest.raises(ZeroDivisionError, match="a bug of ours"):
-        train(lambda t: loss(model, t).backward(), 1000)
     model.close()

@@ -60,7 +60,6 @@ class _Call:
         number: of the next collective in it.
         history: of the members of all collectives so far: all of them must have had the same.
         waits: this worker has missed it, and waits for a later one of the others.
-        failing_since: since when attempts of the same workers have failed.
     """
 
     name: str = ""
@@ -69,7 +68,6 @@ class _Call:
     number: int = 0
     history: int = 0
     waits: bool = False
-    failing_since: float = math.inf
 
 
 class Collectives:
@@ -168,11 +166,10 @@ class Collectives:
     def gather_tensors(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """The tensors of all workers (any number, dtypes and shapes, dense or not), on the CPU, in the order of ``ranks``."""
         host = [tensor.detach().cpu().resolve_conj().resolve_neg().contiguous() for tensor in tensors]
-        kinds = self.gather([[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in host])
-        kinds_of = dict(zip(self.ranks, kinds, strict=True))
-        own = b"".join(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in host)
+        kinds = json.dumps([[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in host]).encode()
+        own = b"\n".join([kinds, b"".join(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in host)])
         found = self._until_all_have_it("a gather of tensors", lambda: self._tree.gather(own))
-        return [_tensors_of(found[rank], kinds_of[rank]) for rank in self.ranks]
+        return [_tensors_of(found[rank]) for rank in self.ranks]
 
     def broadcast(self, tensor: Tensor) -> None:
         """Every worker's ``tensor`` (any dtype, dense or not) becomes that of the first of ``ranks``."""
@@ -197,37 +194,31 @@ class Collectives:
     # -- agreement ----------------------------------------------------------------------------------------------------
 
     def _until_all_have_it(self, what: str, make: Callable[[], T]) -> T:
+        """Calls ``make`` on all ``ranks``, and again on those that live as long as one of them has no result."""
         if self._call.number == 0:
             self.gather(None)  # there is no tree yet
+        failing_since = math.inf
         while True:
-            result = self._attempt(what, make)
-            if result is not None:
+            result: T | None = None
+            self._tree.begin(self.calls << _CALL | self._call.number, self._has_failed(self._describe(what)))
+            try:
+                result = make()
+            except PeerLostError as error:
+                _log.info("%s is made again: %s", what, error)
+            except PeerTimeoutError:
+                self._propose(self._name, what, _FAILED)  # the others need not wait, too
+                self._call.number += 1
+                raise
+            before = self.ranks
+            texts = self._agree(what, _FAILED if result is None else _DONE)
+            if result is not None and self.ranks == before and set(texts.values()) == {_DONE}:
                 return result
-
-    def _attempt(self, what: str, make: Callable[[], T]) -> T | None:
-        """Calls ``make`` on all ``ranks``. Returns None if one of them has no result: the living workers are ``ranks`` then."""
-        result: T | None = None
-        self._tree.begin(self.calls << _CALL | self._call.number, self._has_failed(self._describe(what)))
-        try:
-            result = make()
-        except PeerLostError as error:
-            _log.info("%s is made again: %s", what, error)
-        except PeerTimeoutError:
-            self._propose(self._name, what, _FAILED)  # the others need not wait, too
-            self._call.number += 1
-            raise
-        before, call = self.ranks, self._call
-        texts = self._agree(what, _FAILED if result is None else _DONE)
-        if self.ranks == before and set(texts.values()) == {_DONE}:
-            call.failing_since = math.inf
-            return result
-        call.failing_since = min(call.failing_since, time.monotonic()) if self.ranks == before else math.inf
-        if time.monotonic() - call.failing_since > self._timeout:
-            raise PeerLostError(
-                f"{self._describe(what)} has failed again and again for {self._timeout:g} s, though all of the workers "
-                f"{list(self.ranks)} live: some of them do not reach each other. See the network between them."
-            )
-        return None
+            failing_since = min(failing_since, time.monotonic()) if self.ranks == before else math.inf
+            if time.monotonic() - failing_since > self._timeout:
+                raise PeerLostError(
+                    f"{self._describe(what)} has failed again and again for {self._timeout:g} s, though all of the workers "
+                    f"{list(self.ranks)} live: some of them do not reach each other. See the network between them."
+                )
 
     def _has_failed(self, call: str) -> Callable[[], bool]:
         """Says whether another worker has no result of this collective, or makes another one."""
@@ -256,21 +247,12 @@ class Collectives:
         said = _Said(self._describe(what), call.history, incarnation, call.round, self._entered, self._is_late, away, text)
         return self._plane.agree(name, said.write(), round_=call.round, among=among, asks=text == _FAILED)
 
-    def _await(self, name: str, what: str, text: str) -> Mapping[int, str]:
-        future = self._propose(name, what, text)
-        with contextlib.suppress(futures.TimeoutError):
-            return future.result(_SOON)
-        with contextlib.nullcontext() if self._neighbours is None else self._neighbours.paused():
-            return self._wait_for_rounds(future, name, what)
-
-    def _wait_for_rounds(self, future: futures.Future[Mapping[int, str]], name: str, what: str) -> Mapping[int, str]:
+    def _wait_for_rounds(self, future: futures.Future[Mapping[int, str]], name: str, what: str) -> None:
         """Waits as long as the workers that have not come make rounds: a slower one has more to make before it comes."""
         began = last = time.monotonic()
         rounds: dict[int, int] = {}
         is_said = False
-        while True:
-            with contextlib.suppress(futures.TimeoutError):
-                return future.result(min(self._timeout / 10, _LOOK_AT_ROUNDS))
+        while not futures.wait([future], min(self._timeout / 10, _LOOK_AT_ROUNDS)).done:
             missing, before, now = self._plane.missing(name), rounds, time.monotonic()
             rounds = {} if self._neighbours is None else {rank: self._neighbours.table.round_of(rank) for rank in missing}
             # Of those that this worker has no connection to, others know whether they make rounds.
@@ -295,7 +277,11 @@ class Collectives:
         rank = self._plane.rank
         while True:
             name = self._name
-            texts = self._await(name, what, text)
+            future = self._propose(name, what, text)
+            if not futures.wait([future], _SOON).done:
+                with contextlib.nullcontext() if self._neighbours is None else self._neighbours.paused():
+                    self._wait_for_rounds(future, name, what)
+            texts = future.result()
             self._call.number += 1
             said = _of_the_present({rank: _Said.read(said) for rank, said in texts.items()})
             self._refuse_absent(said, what)
@@ -374,10 +360,11 @@ class Collectives:
         self._tree.span(ranks, apart, self._node_of)
 
 
-def _tensors_of(raw: bytes, kinds: Sequence[tuple[str, list[int]]]) -> list[Tensor]:
-    """Those with these dtypes and shapes, whose bytes lie one after the other."""
-    tensors, begin = [], 0
-    for dtype, shape in kinds:
+def _tensors_of(raw: bytes) -> list[Tensor]:
+    """Those whose dtypes and shapes are in the first line, and whose bytes lie behind it one after the other."""
+    begin = raw.index(b"\n") + 1
+    tensors = []
+    for dtype, shape in json.loads(raw[:begin]):
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
         if tensor.nbytes:
             part = bytearray(memoryview(raw)[begin : begin + tensor.nbytes])

@@ -47,7 +47,6 @@ class LocalHub:
         self._values: dict[Hashable, dict[int, Any]] = {}
         self._taken: dict[Hashable, int] = {}
         self._lost: set[int] = set()
-        self.causes: dict[int, str] = {}
         self._transports: Counter[int] = Counter()
         self._runs: dict[int, tuple[str, Store, list[_LocalPlane]]] = {}
         self.rounds: dict[tuple[str, int], int] = {}
@@ -102,10 +101,6 @@ class LocalHub:
             finally:
                 self._calling.release()
 
-    def said(self, ranks: Sequence[int]) -> str:
-        """What these workers have reported, as sentences."""
-        return "".join(f" Worker {rank} had reported: {self.causes[rank]}" for rank in ranks if rank in self.causes)
-
     def put(self, key: Hashable, rank: int, value: object) -> None:
         """Adds the value of ``rank`` under ``key``; None: it leaves the exchange out."""
         with self._changed:
@@ -122,12 +117,11 @@ class LocalHub:
 
             self._changed.wait_for(lambda: not missing() or any(r in self._lost for r in missing()), self.timeout)
             if absent := missing():
-                said = self.said(absent)
                 if gone := self._lost.intersection(absent):
-                    raise PeerLostError(f"worker {min(gone)} is gone; it was needed for {what}.{said}")
+                    raise PeerLostError(f"worker {min(gone)} is gone; it was needed for {what}.")
                 raise PeerTimeoutError(
                     f"worker {absent[0]} sent nothing for {what} within {self.timeout:g} s. It is slower than that, or it "
-                    f"has made fewer updates: uneven numbers of batches need `with model.join():`.{said}"
+                    "has made fewer updates: uneven numbers of batches need `with model.join():`."
                 )
             if any(value is None for value in found.values()):
                 del self._values[key]
@@ -161,7 +155,7 @@ class InProcessTransport(Transport):
         return Collectives(self.plane, ranks, node_of, self.timeout, kind=kind, channel=channel, explain=explain)
 
     def explain(self, error: Exception | None, ranks: Sequence[int], what: object) -> PeerError:
-        return PeerLostError(f"worker {ranks[0]} is gone; it was needed for {what}.{self._hub.said(ranks)}")
+        return PeerLostError(f"worker {ranks[0]} is gone; it was needed for {what}.")
 
     def tolerate(self, faults: Tolerate) -> Neighbours:
         self.neighbours = _LocalNeighbours(self.rank, self._hub, self.run_id)
@@ -178,15 +172,6 @@ class InProcessTransport(Transport):
     def newest_round(self) -> int:
         others = set(range(self.world_size)) - {self.rank, *self._hub.lost}
         return max((self._hub.rounds.get((self.run_id, rank), -1) for rank in others), default=-1)
-
-    def report(self, cause: str) -> None:
-        if cause:
-            self._hub.causes[self.rank] = cause
-        else:
-            self._hub.causes.pop(self.rank, None)
-
-    def close(self) -> None:
-        return
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         ranks, exchange_id = tuple(sorted(edge.ranks)), request.exchange_id

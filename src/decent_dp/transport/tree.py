@@ -7,6 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,30 +100,25 @@ class Tree:
         return {rank: b"".join(self._get(peer) for _ in range(0, size, LARGEST_FRAME)) for rank, size in sizes}
 
     def _put(self, peer: int, block: Any) -> None:
-        self._courier.put(peer, bytes(block), self._check())
+        self._courier.put(peer, bytes(block), partial(self._check, time.monotonic()))
 
     def _get(self, peer: int) -> bytes:
-        return self._courier.get(peer, self._check())
+        return self._courier.get(peer, partial(self._check, time.monotonic()))
 
-    def _check(self) -> Callable[[int], None]:
-        """A function that raises if a worker is not to be waited for any longer."""
-        began = time.monotonic()
-
-        def check(peer: int) -> None:
-            view = self._plane.view(peer)
-            if view is PeerView.LOST:
-                raise PeerLostError(f"worker {peer} is gone")
-            if view is PeerView.UNKNOWN:
-                self._plane.connect(peer)
-            if self._has_failed():
-                raise PeerLostError("another worker has lost one, or makes another call")
-            if time.monotonic() - began > self._timeout:
-                raise PeerTimeoutError(
-                    f"worker {peer} has not sent its part of a collective within the process group's timeout of "
-                    f"{self._timeout:g} s."
-                )
-
-        return check
+    def _check(self, began: float, peer: int) -> None:
+        """Raises if a worker is not to be waited for any longer."""
+        view = self._plane.view(peer)
+        if view is PeerView.LOST:
+            raise PeerLostError(f"worker {peer} is gone")
+        if view is PeerView.UNKNOWN:
+            self._plane.connect(peer)
+        if self._has_failed():
+            raise PeerLostError("another worker has lost one, or makes another call")
+        if time.monotonic() - began > self._timeout:
+            raise PeerTimeoutError(
+                f"worker {peer} has not sent its part of a collective within the process group's timeout of "
+                f"{self._timeout:g} s."
+            )
 
 
 def spanning_tree(ranks: Sequence[int], apart: Collection[frozenset[int]], node_of: Sequence[str]) -> dict[int, int | None]:
