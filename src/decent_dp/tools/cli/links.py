@@ -53,14 +53,12 @@ class Pair:
 
 
 def schedule(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """All pairs of workers, in slots: no two pairs of a slot share a node, and they are measured at the same time.
+    """All pairs of workers with these nodes, in slots: no two pairs of a slot share a node, and they are measured at the same
+    time.
 
     First the pairs inside nodes, all nodes at once. Then those between nodes, as a tournament in which each node meets one
     other at a time (the circle method: all but one node move on by one place around a table, and those opposite meet). For L
     workers on each of N nodes these are L(L-1)/2 + (N-1)L² slots, NL² if N is odd.
-
-    Args:
-        nodes: the node of each rank.
     """
     members = [[rank for rank, own in enumerate(nodes) if own == node] for node in dict.fromkeys(nodes)]
     slots = _at_once([combinations(ranks, 2) for ranks in members])
@@ -87,13 +85,10 @@ class Probe:
         timeout: seconds after which a pair that cannot connect fails; the other pairs of the same nodes are not tried then.
 
     Raises:
-        RuntimeError: there is no process group.
         PeerError: a worker is gone, or cannot be reached.
     """
 
     def __init__(self, seconds: float, timeout: float) -> None:
-        if not dist.is_initialized():
-            raise RuntimeError("there is no process group: call decent_dp.utils.initialize_dist() first")
         self.rank, self.world_size, self.backend = dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
         nccl = "nccl" in self.backend
         self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
@@ -113,17 +108,8 @@ class Probe:
         return [numbers[stack] for stack in stacks]
 
     def survey(self, nodes: Sequence[int]) -> dict[tuple[int, int], Pair]:
-        """Measures all pairs, in the order of ``schedule``.
-
-        Args:
-            nodes: the node of each rank, the same on all workers.
-
-        Returns:
-            Results by (lower rank, higher rank), the same on all workers. A pair that cannot connect has an error.
-
-        Raises:
-            PeerError: a worker is gone.
-        """
+        """Measures all pairs, in the order of ``schedule``: results by (lower rank, higher rank), the same on all workers. A
+        pair that cannot connect has an error. Raises PeerError if a worker is gone."""
         found = {}
         apart: dict[frozenset[int], tuple[int, int]] = {}  # of two nodes, a pair that could not connect
         for slot in schedule(nodes):

@@ -42,10 +42,8 @@ def explain(
     """The limit of the step, and a sentence that explains it.
 
     Args:
-        cluster, job, found, rounds: the prediction and its inputs.
-        buckets: number of buckets.
-        coding_ms: milliseconds per step of coding and of copies to the CPU, of the mean worker.
-        inside_ms: milliseconds per step that the workers of a node wait for each other.
+        coding_ms: per step, of coding and of copies to the CPU, of the mean worker.
+        inside_ms: per step, that the workers of a node wait for each other.
     """
     if cluster.world_size == 1:
         return "compute", "one worker exchanges nothing: a step is its computation"

@@ -63,13 +63,8 @@ def _flat(parts: Iterable[Sequence[int]]) -> tuple[npt.NDArray[np.intp], npt.NDA
 
 
 def exchange_steps(cluster: Cluster, rounds: Sequence[RoundTraffic], timing: Timing) -> tuple[Array, Array]:
-    """The end of each step of each worker in seconds, and how long the worker waited in it: of shape (steps, workers).
-
-    Args:
-        cluster: the links.
-        rounds: of a period; they repeat.
-        timing: the computation.
-    """
+    """The end of each step of each worker in seconds, and how long the worker waited in it: of shape (steps, workers). The
+    rounds are those of a period, and repeat."""
     moves = [_Moves(cluster, made) for made in rounds]
     ends, waited = np.zeros((2, *timing.factor.shape))
     n = ends.shape[1]
@@ -96,12 +91,8 @@ def exchange_steps(cluster: Cluster, rounds: Sequence[RoundTraffic], timing: Tim
 def all_reduce_steps(timing: Timing, groups: int, seconds: Array) -> tuple[Array, Array]:
     """As ``exchange_steps``, of DDP in each of equally large groups of neighbouring workers.
 
-    A bucket is summed when all workers of the group have its gradients and the bucket before is done. Optimizers wait for all.
-
-    Args:
-        timing: the computation; of a step only ``work`` and ``after``.
-        groups: the number of groups.
-        seconds: of the all-reduce of each bucket.
+    A bucket is summed when all workers of the group have its gradients and the bucket before is done, in ``seconds`` of each
+    bucket. Optimizers wait for all. Of the timing only ``work`` and ``after`` count.
     """
     factor = timing.factor.reshape(len(timing.factor), groups, -1)
     until, rest = np.cumsum(timing.work), np.cumsum(seconds[::-1])[::-1]

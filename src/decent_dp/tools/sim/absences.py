@@ -20,10 +20,7 @@ RANKS_TYPE: TypeAlias = "int | Iterable[int]"
 
 
 class Faults:
-    """Who is away, and which pairs are cut; nobody and none at first.
-
-    Args:
-        n: the number of replicas.
+    """Who of n replicas is away, and which pairs are cut; nobody and none at first.
 
     Attributes:
         away: replicas that take no part.
@@ -50,11 +47,7 @@ class Faults:
         return self.present if self.away else None
 
     def ranks(self, which: RANKS_TYPE) -> list[int]:
-        """One replica or several, as a list.
-
-        Raises:
-            IndexError: there is no such replica.
-        """
+        """One replica or several, as a list. Raises IndexError for one that is none."""
         ranks = [operator.index(i) for i in (which if isinstance(which, Iterable) else [which])]
         for i in ranks:
             if not 0 <= i < self._n:
@@ -62,12 +55,7 @@ class Faults:
         return ranks
 
     def pairs(self, a: RANKS_TYPE, b: RANKS_TYPE) -> set[tuple[int, int]]:
-        """All pairs of one of ``a`` and one of ``b``.
-
-        Raises:
-            IndexError: there is no such replica.
-            ValueError: a replica is in both.
-        """
+        """All pairs of one of ``a`` and one of ``b``. Raises as ``ranks``, and ValueError for one that is in both."""
         own, others = self.ranks(a), self.ranks(b)
         if both := set(own) & set(others):
             raise ValueError(f"replica {min(both)} is on both sides of the cut: give two sides without a common replica")

@@ -34,11 +34,6 @@ __all__ = ["CompressedExchange", "LosslessExchange", "SimulatedExchange", "make_
 class SimulatedExchange(ABC):
     """The exchanges of all replicas.
 
-    Args:
-        topology: the edges of each round.
-        rule: the proposals, and the use of the received values.
-        faults: who takes part.
-
     Attributes:
         factor: the adaptive factor γ.
         states: the rule's state of each tensor by name, (n, *shape).
@@ -112,11 +107,8 @@ class _EqualEdges:
 
 
 class LosslessExchange(SimulatedExchange):
-    """Values as they are, for all equal edges at once. ``CompressedExchange`` with ``Lossless`` is its readable twin.
-
-    Args:
-        params: the tensors to exchange by name, (n, *shape).
-    """
+    """Values as they are, of (n, *shape), for all equal edges at once. ``CompressedExchange`` with ``Lossless`` is its readable
+    twin; with it a step of 1,024 small replicas with AdamW takes 100 ms on a processor instead of 6."""
 
     def __init__(self, params: Mapping[str, Tensor], topology: Topology, rule: Rule, faults: Faults) -> None:
         super().__init__(topology, rule, faults)
@@ -220,13 +212,7 @@ def _differences(proposed: Tensor, part: _EqualEdges) -> Tensor | None:
 
 
 class CompressedExchange(SimulatedExchange):
-    """The tensors of one bucket, as the messages of a compression represent them.
-
-    Args:
-        params: all tensors by name, (n, *shape).
-        plan: the bucket.
-        compression: its class.
-    """
+    """The tensors of one bucket, as the messages of a compression represent them; ``params``: all of (n, *shape) by name."""
 
     def __init__(
         self,

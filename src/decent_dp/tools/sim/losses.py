@@ -113,11 +113,7 @@ class _ReplicaModule:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Copies into the stack each tensor that the forward has replaced instead of writing into it.
-
-        Raises:
-            ValueError: a buffer has another shape now, or is new; names it.
-        """
+        """Copies into the stack each tensor that the forward has replaced instead of writing into it."""
         _check_no_new_buffer(self.model, list(self._own_buffers))
         now = dict(self.model.named_buffers(remove_duplicate=False))
         for name, buffer in self._own_buffers.items():
@@ -135,12 +131,7 @@ class _ReplicaModule:
 
 
 class Loop:
-    """All replicas, one after another, each with Python objects of its own.
-
-    Args:
-        stack: the replicas' values.
-        loss_fn: called as ``loss_fn(model, *batch)``.
-    """
+    """All replicas, one after another, each with Python objects of its own."""
 
     def __init__(self, stack: Stack, loss_fn: LOSS_FN_TYPE) -> None:
         self._stack, self._loss_fn = stack, loss_fn

@@ -78,11 +78,7 @@ class Stepper(ABC):
         return None
 
     def track(self, entry: str | None) -> dict[str, Tensor]:
-        """Tracks the momenta of the optimizers (``optim.tracking``), and returns them by parameter name, (n, *shape).
-
-        Args:
-            entry: of their state that is the momentum; None: as known.
-        """
+        """Tracks the momenta of the optimizers (``optim.tracking``), and returns them by parameter name, (n, *shape)."""
         self.tracked = [Tracking(optimizer, entry) for optimizer in self.optimizers]
         return self._stacked_momenta()
 
@@ -109,9 +105,6 @@ def make_stepper(
     Args:
         share: one optimizer for all, if it is known to work element by element.
         shares: of the replicas in the weight of all (``GossipAdamW.set_replicas``).
-
-    Raises:
-        TypeError, ValueError: a factory does not return an optimizer or a scheduler of the given parameters.
     """
     if scaler is None and share:
         named = [(name, param) for name, param in stack.template.named_parameters() if param.requires_grad]
@@ -158,12 +151,7 @@ def _stack_parameters(optimizer: Optimizer, stacked: dict[int, Parameter], n: in
 
 
 class Shared(Stepper):
-    """One optimizer on the stacked parameters.
-
-    Args:
-        max_norm: of each replica's gradients together; 0 for no clipping.
-        faults: who takes part.
-    """
+    """One optimizer on the stacked parameters."""
 
     def __init__(
         self,
@@ -210,14 +198,7 @@ def _clip(gradients: Sequence[Tensor], max_norm: float) -> None:
 
 
 class PerReplica(Stepper):
-    """One optimizer and one scaler per replica, on views of the stacked parameters.
-
-    Args:
-        names: of the parameters.
-        scaler: each replica gets a copy of it; None for none.
-        max_norm: of each replica's gradients together; 0 for no clipping.
-        faults: who takes part.
-    """
+    """One optimizer, and one copy of the scaler if there is one, per replica, on views of the stacked parameters."""
 
     def __init__(
         self,
