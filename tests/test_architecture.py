@@ -303,7 +303,7 @@ LINES = {
     "launch": (857, 500),
     "logging": (663, 350),
     "integrations": (1824, 1200),
-    "tools": (6094, 4500),
+    "tools": (5997, 4500),
 }
 
 

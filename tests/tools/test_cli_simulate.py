@@ -49,7 +49,7 @@ def test_simulate_prints_its_rows(cli: Cli, columns: str, monkeypatch: pytest.Mo
         cells += [f"{100 * row[key]:.1f} %" for key in ("accuracy", "worst_accuracy")] + [size(row["bytes_sent"])]
         assert re.search(rf"^ *{' +'.join(map(re.escape, [str(row['step']), *cells]))}$", text, re.MULTILINE)
     assert re.search(r"^step +loss +consensus distance +accuracy +worst replica +sent$", text, re.MULTILINE)
-    assert "mixed every 2 steps" in text
+    assert "mix_every=2" in " ".join(text.split())
     # The words below the table, unfolded: what each number is of.
     words, last = " ".join(text.split()), found["rows"][-1]
     assert last["accuracy"] != last["worst_accuracy"]

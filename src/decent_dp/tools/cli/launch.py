@@ -114,37 +114,26 @@ def _count(nproc: str) -> tuple[int, str]:
 
 def _announce(workers: int, chosen: str, environ: Mapping[str, str]) -> None:
     """Says on stderr, since stdout is the script's, what the workers get."""
-    from decent_dp.launch.local import usable_cores
-
-    def whose(name: str, otherwise: str) -> str:
-        return f"{name} is set" if os.environ.get(name) else otherwise
-
-    threads, cores = environ["OMP_NUM_THREADS"], usable_cores()
-    interface = environ.get("GLOO_SOCKET_IFNAME")
-    rows = [
-        ("workers", f"{workers} ({chosen})"),
-        ("backend", _backend(workers)),
-        ("threads", f"{threads} per worker ({whose('OMP_NUM_THREADS', f'{cores} cores')})"),
-        (
-            "network",
-            f"interface {interface} (GLOO_SOCKET_IFNAME is set)"
-            if os.environ.get("GLOO_SOCKET_IFNAME")
-            else f"loopback only{f' ({interface})' if interface else ''}: nothing leaves this machine",
-        ),
-        ("output", "of all workers, here"),
-    ]
-    sys.stderr.write("".join(f"{name:8} {text}\n" for name, text in rows))
-
-
-def _backend(workers: int) -> str:
-    """The backend that ``initialize_dist`` will choose, and why."""
     from decent_dp.launch.environment import Launch, own_gpu
     from decent_dp.launch.group import usable_gpus
+    from decent_dp.launch.local import usable_cores
 
     gpus = usable_gpus()
+    backend = f"gloo: {workers} workers for {gpus} visible GPU{'s' * (gpus > 1)}" if gpus else "gloo: no GPU is visible"
     if own_gpu(Launch("torchrun", 0, workers, 0, workers, "127.0.0.1", 0), gpus, os.environ) is not None:
-        return f"nccl: each worker has its own GPU ({gpus} visible)"
-    return f"gloo: {workers} workers for {gpus} visible GPU{'s' * (gpus > 1)}" if gpus else "gloo: no GPU is visible"
+        backend = f"nccl: each worker has its own GPU ({gpus} visible)"
+    why = "OMP_NUM_THREADS is set" if os.environ.get("OMP_NUM_THREADS") else f"{usable_cores()} cores"
+    interface = environ.get("GLOO_SOCKET_IFNAME")
+    network = f"loopback only{f' ({interface})' if interface else ''}: nothing leaves this machine"
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        network = f"interface {interface} (GLOO_SOCKET_IFNAME is set)"
+    sys.stderr.write(
+        f"workers  {workers} ({chosen})\n"
+        f"backend  {backend}\n"
+        f"threads  {environ['OMP_NUM_THREADS']} per worker ({why})\n"
+        f"network  {network}\n"
+        "output   of all workers, here\n"
+    )
 
 
 def _run(workers: int, max_restarts: int, command: Sequence[str], attempt: int, *, keep_going: bool) -> int | str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,7 +14,7 @@ from decent_dp.tools.cli.inputs import make, refusing
 from decent_dp.tools.cli.screen import figures, number, say, size, table, waiting, write_json
 
 if TYPE_CHECKING:
-    from decent_dp.tools.sim.experiment import Result, Row, Simulation
+    from decent_dp.tools.sim.experiment import Result, Simulation
 
 __all__ = ["EXAMPLES", "simulate"]
 
@@ -83,7 +83,8 @@ def simulate(
         experiment = Experiment(settings)
     with waiting(f"{topology}: {steps:,} steps of {n} workers"):
         result = experiment.run()
-    diverged = next((row.step for row in result.rows if not _sound(row)), None)
+    wrong = (row.step for row in result.rows if not (row.loss <= _RUINED and math.isfinite(row.consensus_distance)))
+    diverged = next(wrong, None)
     if json:
         write_json({"format": "decent_dp-simulation-1", **asdict(result), "diverged": diverged})
     else:
@@ -92,10 +93,6 @@ def simulate(
         return 0
     sys.stderr.write(f"decent-dp: diverged by step {diverged:,}: lower --lr\n")
     return 1
-
-
-def _sound(row: Row) -> bool:
-    return math.isfinite(row.loss) and row.loss <= _RUINED and math.isfinite(row.consensus_distance)
 
 
 def _report(result: Result) -> None:
@@ -129,13 +126,9 @@ def _percent(share: float) -> str:
 
 
 def _heading(settings: Simulation) -> str:
-    words = [settings.topology, f"{settings.n} worker{'s' * (settings.n > 1)}", settings.optimizer]
-    if settings.local_world_size > 1:
-        words.insert(2, f"{settings.local_world_size} per node")
-    if settings.compression is not None:
-        words.append(settings.compression)
-    if settings.mix_every > 1:
-        words.append(f"mixed every {settings.mix_every} steps")
-    if not settings.overlap:
-        words.append("not overlapped")
-    return f"digits: {', '.join(words)}"
+    """What was simulated, with the settings that are not the usual ones."""
+    said = ("topology", "n", "optimizer", "steps", "eval_every")
+    own = {field.name: getattr(settings, field.name) for field in fields(settings) if field.name not in said}
+    unusual = [f"{name}={own[name]}" for name in own if own[name] != getattr(type(settings), name)]
+    workers = f"{settings.n} worker{'s' * (settings.n > 1)}"
+    return f"digits: {', '.join([settings.topology, workers, settings.optimizer, *unusual])}"
