@@ -39,6 +39,24 @@ def two_rates(params: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
     return torch.optim.SGD([g for g in groups if g["params"]], lr=0.1, momentum=0.9)
 
 
+def decay_apart(params: list[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
+    """The usual two groups: in a bucket of one parameter one of them is empty."""
+    weights = [p for _, p in params if p.ndim > 1]
+    rest = [p for _, p in params if p.ndim <= 1]
+    return torch.optim.AdamW([{"params": weights}, {"params": rest, "weight_decay": 0.0}], lr=0.01)
+
+
+def cyclic(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
+    return torch.optim.lr_scheduler.CyclicLR(
+        optimizer,
+        base_lr=[1e-4 * (1 + size) for size in sizes],
+        max_lr=[1e-3 * (1 + size) for size in sizes],
+        step_size_up=3,
+        cycle_momentum=False,
+    )
+
+
 SETUPS: dict[str, dict[str, Any]] = {
     "sgd": {"optim_fn": SGD},
     "adam": {"optim_fn": partial(torch.optim.Adam, lr=0.01, amsgrad=True)},
@@ -56,6 +74,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     },
     "sequential": {"optim_fn": two_rates, "lr_scheduler_fn": sequential},
     "nested": {"optim_fn": two_rates, "lr_scheduler_fn": nested},
+    "decay-apart": {"optim_fn": decay_apart},
     "one-cycle": {
         "optim_fn": partial(torch.optim.AdamW, lr=0.01),
         "lr_scheduler_fn": partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=20),
@@ -368,36 +387,14 @@ def test_a_schedule_on_one_side_only():
 # -- groups that are empty, and schedulers that keep more by group -------------------------------------------------------
 
 
-def decay_apart(params: list[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
-    """The usual two groups: in a bucket of one parameter one of them is empty."""
-    weights = [p for _, p in params if p.ndim > 1]
-    rest = [p for _, p in params if p.ndim <= 1]
-    return torch.optim.AdamW([{"params": weights}, {"params": rest, "weight_decay": 0.0}], lr=0.01)
-
-
-def cyclic(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
-    return torch.optim.lr_scheduler.CyclicLR(
-        optimizer,
-        base_lr=[1e-4 * (1 + size) for size in sizes],
-        max_lr=[1e-3 * (1 + size) for size in sizes],
-        step_size_up=3,
-        cycle_momentum=False,
-    )
-
-
 @pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("schedule", [None, cyclic])
-def test_empty_groups_and_cyclic_schedules(early, schedule):
-    reference = alone(net(), decay_apart, lr_scheduler_fn=schedule, bucket_size_in_mb=MANY)
+def test_schedules_that_keep_more_by_group(early):
+    setup = {"optim_fn": decay_apart, "lr_scheduler_fn": cyclic}
+    reference = alone(net(), bucket_size_in_mb=MANY, **setup)
     train(reference, range(4))
     saved = through_a_file((reference.state_dict(), reference.optim_state_dict()))
-    model = alone(net(5), decay_apart, lr_scheduler_fn=schedule, bucket_size_in_mb=MANY)
-    if not early:
-        train(model, range(9))
-    model.load_state_dict(saved[0])
-    model.load_optim_state_dict(saved[1])
-    assert train(model, range(4, 8))[1] == train(reference, range(4, 8))[1]
+    model = restarted(saved, setup, MANY, early=early)
+    assert train(model, range(4, 8)) == train(reference, range(4, 8))
     assert_same(model.module, reference.module)
 
 

@@ -329,9 +329,7 @@ def workers_per_node(name: str, given: Any) -> int:
     if value is None:
         source, value = "the environment variable LOCAL_WORLD_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")
     try:
-        if isinstance(value, (bool, float)):
-            raise ValueError
-        number = int(value)
+        number = 0 if isinstance(value, (bool, float)) else int(value)
     except (TypeError, ValueError):
         number = 0
     if number < 1:

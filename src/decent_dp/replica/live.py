@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import threading
@@ -31,9 +32,6 @@ _LIVE: weakref.WeakSet[Replica] = weakref.WeakSet()
 # Optimizers that were checked since the last replica was registered, and those that have caused a warning.
 _CHECKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _WARNED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-# The single hook on the steps of all optimizers.
-_HOOK: list[Any] = []
-
 # torch's wrapper around the step of each optimizer class, which calls the hooks.
 _HOOKED_STEP = Optimizer.profile_hook_step(lambda *_: None).__code__
 
@@ -68,8 +66,7 @@ def start_replica(
         with _LOCK:
             _LIVE.add(made)
             _CHECKED.clear()  # a known optimizer may be foreign to the new replica
-            if not _HOOK:
-                _HOOK.append(register_optimizer_step_pre_hook(_before_step))
+            _look_at_steps()
         serve_joiners(made)
     except BaseException as error:
         # Without an object, no one else could close the transport's threads and sockets.
@@ -113,6 +110,11 @@ def _find_superseded(model: nn.Module) -> list[Replica]:
 
 
 # -- foreign steps ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache  # a single hook on the steps of all optimizers
+def _look_at_steps() -> None:
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
