@@ -88,23 +88,26 @@ def alone(model: nn.Module, optim_fn: Any = SGD, **options: Any) -> Decentralize
 class Driven:
     """A worker's training by either driver, with the same calls.
 
+    Args:
+        at: None for one worker alone, 'processes', or the transport of a thread.
+
     Attributes:
         user: the wrapper, or what ``gossip`` has returned. ``replica``: its driver.
         forward: what computes the loss.
     """
 
     def __init__(self, driver: str, model: nn.Module, at: Any = None, optim_fn: Any = SGD, **options: Any) -> None:
-        self.at, self.model = at or InProcessTransport(), model
+        self.model, transport = model, InProcessTransport() if at is None else None if at == "processes" else at
         self.optimizer = optim_fn(list(model.parameters())) if driver == "gossip" else None
         if self.optimizer is None:
-            self.user: Any = DecentralizedDataParallel(model, optim_fn, transport=self.at, **options)
+            self.user: Any = DecentralizedDataParallel(model, optim_fn, transport=transport, **options)
         else:
-            self.user = gossip(model, self.optimizer, transport=self.at, **options)
+            self.user = gossip(model, self.optimizer, transport=transport, **options)
         self.forward = model if self.optimizer is not None else self.user
         self.replica = self.user.replica
 
     def step(self, t: int) -> None:
-        loss(self.forward, t, self.at.rank).backward()
+        loss(self.forward, t, self.replica.world.rank).backward()
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()

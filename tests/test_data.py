@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import decent_dp
 from decent_dp import data as data_module
 from decent_dp.faults import Roster
-from decent_dp.transport import Replicas, run_replicas
+from decent_dp.transport import InProcessTransport, Replicas, run_replicas
 from tests.members import die, end, make, step, survivors, the_store
 from tests.test_growing import is_grown
 from tests.workers import hear, say
@@ -66,8 +66,7 @@ def test_each_batch_of_an_epoch_goes_to_one_worker(kind, n):
 
 @pytest.mark.parametrize("workers_of_loader", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_loader_fetches_ahead(workers_of_loader):
-    replica = make(0, transport=None if dist.is_initialized() else decent_dp_transport(), faults=None)
-    model, optimizer, replica = replica
+    model, optimizer, replica = make(0, transport=InProcessTransport(), faults=None)
     ahead = 2 * workers_of_loader
     sampler = decent_dp.RosterSampler(TensorDataset(torch.arange(SIZE)), replica, BATCH, shuffle=False, ahead=ahead)
     options = {"num_workers": workers_of_loader} | ({"prefetch_factor": 2} if workers_of_loader else {})
@@ -82,12 +81,6 @@ def test_a_loader_fetches_ahead(workers_of_loader):
                 break
     assert replica.stats().rounds == SIZE // BATCH
     replica.close()
-
-
-def decent_dp_transport() -> Any:
-    from decent_dp.transport.in_process import InProcessTransport
-
-    return InProcessTransport()
 
 
 def test_another_number_of_workers_continues():
@@ -113,7 +106,7 @@ def test_another_number_of_workers_continues():
 
 
 def test_arguments_are_checked():
-    model, _, replica = make(0, transport=decent_dp_transport(), faults=None)
+    model, _, replica = make(0, transport=InProcessTransport(), faults=None)
     with pytest.raises(ValueError, match="batch_size must be at most the length of the data, 3, got 4"):
         decent_dp.RosterSampler(3, replica, 4)
     with pytest.raises(ValueError, match="ahead must be"):
@@ -137,14 +130,14 @@ class Scripted:
     monitor: Any = field(default_factory=lambda: SimpleNamespace(knows=lambda round_: True))
 
     @property
-    def peers(self) -> Any:
+    def world(self) -> Any:
         return SimpleNamespace(rank=self.rank, world_size=self.n)
 
-    world, model = peers, None
-
     @property
-    def replicas(self) -> Replicas:
-        return Replicas(tuple((rank,) for rank in range(self.n)))
+    def agreed(self) -> Any:
+        return SimpleNamespace(peers=self.world, replicas=Replicas(tuple((rank,) for rank in range(self.n))))
+
+    model = None
 
     @property
     def roster(self) -> Roster:

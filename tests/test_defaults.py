@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 import decent_dp
 from decent_dp.checkpoint import AveragedReplica, calibrate, export, load, save
-from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.optim import AccumAdam, AccumAdamW, optim_fn_accum_adamw, optim_fn_adamw
 from decent_dp.rules import GASLoC, MomentumTracking, OuterNesterov
 from decent_dp.tools.sim import Simulation, run
 from decent_dp.tools.sim.datasets import digits
-from tests.helpers import SGD, seed_cpu
+from tests.helpers import SGD, Driven, seed_cpu
 
 N, STEPS = 2, 6
 DEFAULTS = ("float64", "bfloat16", "meta")
@@ -90,51 +89,45 @@ def batches(rank: int) -> list[tuple[Tensor, Tensor]]:
     return [(made(5, 6), made(5, 3)) for _ in range(STEPS)]
 
 
-def observed(model: nn.Module, replica: Any) -> list[Any]:
+def observed(driven: Driven) -> list[Any]:
     """Means, distances and values."""
-    found = [replica.consensus_distance(), sorted(replica.gather(1))]
-    with replica.averaged():
-        found += [value.clone() for value in model.state_dict().values()]
-    return [*found, *(value.clone() for value in model.state_dict().values())]
+    found = [driven.user.consensus_distance(), sorted(driven.user.gather(1))]
+    with driven.user.averaged():
+        found += [value.clone() for value in driven.model.state_dict().values()]
+    return [*found, *(value.clone() for value in driven.model.state_dict().values())]
 
 
-def train(model: Any, replica: Any, optimizer: Any, data: list[Any], begin: int = 0, end: int = STEPS) -> None:
-    for x, y in data[begin:end]:
-        (model(x) - y).square().mean().backward()
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
+def train(driven: Driven, data: list[Any]) -> None:
+    for x, y in data:
+        (driven.forward(x) - y).square().mean().backward()
+        if driven.optimizer is not None:
+            driven.optimizer.step()
+            driven.optimizer.zero_grad()
 
 
-def gossips(case: Case, model: nn.Module, data: list[Any], folder: Path) -> list[Any]:
-    optimizer = case.optimizer(model.parameters())
-    replica = decent_dp.gossip(model, optimizer, **case.options)
-    average = AveragedReplica(replica, decay=0.5)
-    train(model, replica, optimizer, data, 0, STEPS // 2)
+def results_of(case: Case, driver: str, model: nn.Module, data: list[Any], folder: Path) -> list[Any]:
+    driven = Driven(driver, model, "processes", case.optimizer, **{"topology": "ring", **case.options})
+    average = AveragedReplica(driven.user, decay=0.5)
+    train(driven, data[: STEPS // 2])
     average.update()
-    found = observed(model, replica)
-    save(replica, folder / "saves", wait=True)
-    with replica.join():
-        train(model, replica, optimizer, data, STEPS // 2)
-    found += observed(model, replica)
-    load(replica, folder / "saves")
-    found += observed(model, replica)
+    found = observed(driven)
+    save(driven.user, folder / "saves", wait=True)
+    with driven.user.join():
+        train(driven, data[STEPS // 2 :])
+    found += observed(driven)
+    load(driven.user, folder / "saves")
+    found += observed(driven)
     with average.averaged():
-        found += [value.clone() for value in model.state_dict().values()]
-    export(replica, folder / "model.pt")
-    with replica.averaged():
-        calibrate(replica, [x for x, _ in data[:2]])
-    replica.average_()
-    found += [value.clone() for value in model.state_dict().values()]
-    replica.close()
-    return found
-
-
-def wraps(case: Case, model: nn.Module, data: list[Any]) -> list[Any]:
-    wrapper = DecentralizedDataParallel(model, case.optimizer, topology=case.options.get("topology", "ring"), **case.options)
-    train(wrapper, wrapper, None, data)
-    found = [*observed(model, wrapper), wrapper.global_avg(return_d2c=True)]
-    wrapper.close()
+        found += [value.clone() for value in driven.model.state_dict().values()]
+    export(driven.user, folder / "model.pt")
+    with driven.user.averaged():
+        calibrate(driven.user, [x for x, _ in data[:2]])
+    if driver == "gossip":
+        driven.user.average_()
+    else:
+        found.append(driven.user.global_avg(will_revert=False, return_d2c=True))
+    found += [value.clone() for value in driven.model.state_dict().values()]
+    driven.user.close()
     return found
 
 
@@ -150,8 +143,7 @@ def everything(rank: int, n: int, folder: str, some: bool) -> dict[str, list[str
                     continue
                 model = small(rank)
                 with default(name):
-                    where = Path(folder) / f"{name} {what}"
-                    found = gossips(case, model, data, where) if kind == "gossip" else wraps(case, model, data)
+                    found = results_of(case, kind, model, data, Path(folder) / f"{name} {kind} {what}")
                 key = f"{kind}, {what}"
                 if name == "float32":
                     expected[key] = found

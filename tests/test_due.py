@@ -19,9 +19,8 @@ import torch.distributed as dist
 import decent_dp
 from decent_dp.logging import Recorder
 from decent_dp.replica.cadence import Cadence
-from decent_dp.transport import InProcessTransport
 from tests.framework_cases import as_launched, copies, quiet_frameworks
-from tests.helpers import error_of, loss, values
+from tests.helpers import loss, values
 from tests.members import DEAD_AFTER, make, the_store
 from tests.test_logging import curves
 from tests.workers import hear, say
@@ -95,13 +94,6 @@ def test_a_checkpoint_begins_anew():
     assert asked(cadence, 5, range(7)) == [5]
     assert asked(cadence, 5, range(3, 8)) == [5]
     assert asked(cadence, 5, range(101, 107)) == [105]
-
-
-@pytest.mark.parametrize(("every", "error"), [(0, "at least 1, got 0"), (2.5, "every must be a whole number of rounds")])
-def test_wrong_numbers_of_rounds_are_refused(every, error):
-    _, _, replica = make(0, faults=None, transport=InProcessTransport())
-    assert error in error_of(lambda: replica.due(every))
-    replica.close()
 
 
 # -- a worker that was stopped, and one that has joined --------------------------------------------------------------------

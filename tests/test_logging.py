@@ -502,36 +502,3 @@ def test_a_status_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, cap
     replica.close()
     with pytest.raises(RuntimeError, match="was closed"):
         publish(replica)
-
-
-# -- the trace, and the progress line ---------------------------------------------------------------------------------------
-
-
-def test_ranges_of_a_trace():
-    from benchmarks.trace import ranges_of
-
-    events = [
-        {"cat": "user_annotation", "name": "forward", "ts": 1000, "dur": 2000},
-        {"cat": "user_annotation", "name": "Optimizer.step#AdamW.step", "ts": 4000, "dur": 9000},
-        *({"cat": "user_annotation", "name": "decent_dp.send", "ts": ts, "dur": 500} for ts in (12000, 5000, 6000)),
-        *({"cat": "user_annotation", "name": "decent_dp.wait", "ts": ts, "dur": 500} for ts in (5000, 6000)),
-        {"cat": "gpu_user_annotation", "name": "forward", "ts": 0, "dur": 1},
-        {"cat": "cpu_op", "name": "aten::add", "ts": 0, "dur": 1},
-        {"name": "process_name", "ph": "M"},
-    ]
-    found = ranges_of({"traceEvents": events})
-    # Waits stay single; sends that follow each other are one.
-    ranges = [["wait", 4.0, 4.5], ["send", 4.0, 5.5], ["wait", 5.0, 5.5], ["send", 11.0, 11.5]]
-    assert found == [["forward", 0.0, 2.0], ["step", 3.0, 12.0], *([f"decent_dp.{name}", *span] for name, *span in ranges)]
-
-
-def test_the_progress_line_of_the_examples(monkeypatch, capsys):
-    pytest.importorskip("sklearn")
-    from examples.digits import progress
-
-    for rank, terminal, text in ((0, False, "b\n"), (0, True, "\r\033[Ka\r\033[Kb\n"), (1, True, "")):
-        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
-        progress("a", stays=False)
-        progress("b")
-        assert capsys.readouterr().out == text

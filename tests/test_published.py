@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.profiler import profile
 
 import decent_dp
 from decent_dp import optim
@@ -358,16 +357,6 @@ def test_a_state_dict_whose_keys_the_modules_rename_does_not_warn(make, caplog):
 # -- small things ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_bucket_of_size_zero_holds_one_parameter():
-    each, whole = (alone(net(), bucket_size_in_mb=size) for size in (0, 25))
-    for t in range(3):
-        loss(each, t).backward()
-        loss(whole, t).backward()
-    (unit,) = whole.replica.layout.units
-    assert [o.param_groups[0]["param_names"] for o in each._optims] == [[name] for name in unit.bucket.buffer.names]
-    assert_same(each, whole)
-
-
 def test_a_second_revert_does_nothing_and_says_so(caplog):
     model = alone(net())
     loss(model, 0).backward()
@@ -382,14 +371,6 @@ def test_a_second_revert_does_nothing_and_says_so(caplog):
         drop()
         with pytest.raises(RuntimeError, match="nothing to revert"):
             model.revert_global_avg()
-
-
-def test_a_forward_is_a_range_in_the_profiler():
-    model = alone(net())
-    with profile() as trace:
-        loss(model, 0).backward()
-    names = [event.name for event in trace.events()]
-    assert names.count("DecentralizedDataParallel.forward") == 1
 
 
 # -- whole programs --------------------------------------------------------------------------------------------------------
