@@ -26,6 +26,7 @@ from decent_dp.optim import (
     optim_fn_accum_adamw,
     optim_fn_adam,
     optim_fn_adamw,
+    rows,
 )
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -115,10 +116,18 @@ def same_state(one: torch.optim.Optimizer, two: torch.optim.Optimizer) -> None:
     wd=st.sampled_from([0.0, 0.01, 0.7]),
     cls=st.sampled_from(CLASSES),
     foreach=st.sampled_from(FORMS),
+    block=st.sampled_from([1, 4, 5, 12, 2**17]),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=60, derandomize=True)
-def test_optimizer_follows_the_formula(s, steps, lr, betas, eps, wd, cls, foreach, seed) -> None:
+@settings(max_examples=100, derandomize=True)
+def test_optimizer_follows_the_formula(s, steps, lr, betas, eps, wd, cls, foreach, block, seed) -> None:
+    """In whole blocks, in several, and in parts of one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "_BLOCK", block)
+        follows_the_formula(s, steps, lr, betas, eps, wd, cls, foreach, seed)
+
+
+def follows_the_formula(s, steps, lr, betas, eps, wd, cls, foreach, seed) -> None:
     for dtype, tol in ((torch.float64, 1e-11), (torch.float32, 2e-5)):
         params = parameters(seed, dtype)
         starts = [as_numpy(p) for p in params]

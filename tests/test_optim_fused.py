@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from decent_dp.optim import (
@@ -69,30 +67,6 @@ def close(fast: torch.optim.Optimizer, plain: torch.optim.Optimizer) -> None:
 
 
 # --------------------------------------------------------------------------------------------- foreach, block by block
-
-
-@given(
-    lengths=st.lists(st.sampled_from([0, 1, 3, 15, 16, 63, 64, 65, 128, 200]), min_size=1, max_size=6),
-    s=st.integers(1, 4),
-    betas=st.tuples(st.sampled_from([0.0, 0.9]), st.sampled_from([0.0, 0.9, 0.9999])),
-    lr=st.sampled_from([0.0, 1e-3, 0.1]),
-    eps=st.sampled_from([1e-8, 0.1]),
-    wd=st.sampled_from([0.0, 0.1]),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-    cls=st.sampled_from(CLASSES),
-    seed=st.integers(0, 10**6),
-)
-@settings(max_examples=60, derandomize=True)
-def test_fast_equals_readable(lengths, s, betas, lr, eps, wd, dtype, cls, seed) -> None:
-    """Parameters over several blocks, of exactly one and of parts of one; through many windows."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "_BLOCK", 64)
-        rng = np.random.default_rng(seed)
-        params = [leaf(normal(rng, (n,), dtype)) for n in lengths]
-        fast, plain = (cls([leaf(p) for p in params], lr, betas, eps, wd, s, foreach=foreach) for foreach in (None, False))
-        for optimizer in (fast, plain):
-            run(optimizer, 9, seed)
-        close(fast, plain)
 
 
 @both_classes
