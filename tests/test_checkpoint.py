@@ -169,6 +169,9 @@ def test_a_second_run_in_a_folder_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="the other one has loaded from the folder since"):
         save(first, saved, {"late": True})
     assert load(first, saved) == {}
+    assert save(first, saved).error is None
+    with pytest.raises(ValueError, match="the other one has loaded from the folder since"):
+        save(second, saved)
     # A copy of checkpoints without the word of the run.
     (saved / "run").unlink()
     with pytest.raises(ValueError, match="has the checkpoints of another run"):
