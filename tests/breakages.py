@@ -115,8 +115,8 @@ BREAKAGES = [
     Breakage(
         "a promise is made again, for a later round",
         "membership/epochs.py",
-        "            if epochs.promise is None:\n                self._told",
-        "            if True:\n                self._told",
+        "            if epochs.promise is None:\n                seen",
+        "            if True:\n                seen",
     ),
     Breakage(
         "an epoch does not wait for promises",
@@ -169,7 +169,7 @@ BREAKAGES = [
     Breakage(
         "nobody decides in place of a worker that has died",
         "membership/epochs.py",
-        "return is_here + [rank for rank in living if rank != first].index(self._epochs.rank)",
+        "return is_here + [rank for rank in sorted({self._epochs.rank, *seen.living}) if rank != first].index(self._epochs.rank)",
         "return 100",
     ),
     Breakage(
