@@ -294,7 +294,7 @@ LINES = {
     "rules": (489, 600),
     "compression": (2196, 1800),
     "optim": (1716, 1700),
-    "transport": (8482, 3200),
+    "transport": (8471, 3200),
     "engine": (981, 1000),
     "membership": (1640, 1100),
     "replica": (5531, 2500),

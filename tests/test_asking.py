@@ -131,10 +131,12 @@ def test_the_member_that_has_given_a_part_is_asked_first_again():
         assert asked.fetch() == (1, 1.0)
 
 
-@pytest.mark.parametrize("end", [die, refuse, freeze])
+@pytest.mark.parametrize("end", [die, refuse, freeze, None])
 def test_the_next_member_is_asked_when_nothing_more_comes(end):
-    """Then nothing of the first one's state is used."""
-    asked = Asked(m1=[until(200, end)], m2=[give])
+    """Then nothing of the first one's state is used. None: it is no member any more."""
+    asked = Asked(m1=[until(200, end or (lambda *_: (asked.members.pop(1) and None) or GONE)), give], m2=[give])
+    if end is not None:
+        del asked.scripts[1][1]
     assert asked.fetch() == (2, 2.0)
     assert asked.visits == [(1, 0), (2, 0)]
 
@@ -147,38 +149,21 @@ def test_a_worker_without_a_network_continues_where_it_stopped():
     assert asked.log.count((1, 0)) == asked.log.count((1, 100)) == 1
 
 
-def test_a_member_that_is_gone_is_not_asked_to_continue():
-    asked = Asked(m1=[until(200, die)], m2=[give])
+@pytest.mark.parametrize("is_new", [True, False])
+def test_another_process_or_one_that_has_forgotten_its_copy_begins_anew(is_new):
+    asked, before = Asked(m1=[give]) if is_new else Asked(m1=[give], m2=[give]), Asked.copy_of(1)
+    asked.copies[1] = before
 
-    def dies(copy: StateCopy, begin: int) -> Any:
-        del asked.members[1]
+    def forgets(copy: StateCopy, begin: int) -> Any:
+        if copy is not before or begin < 200:
+            return copy.chunk(begin)
+        asked.copies[1] = asked.copy_of(5)
+        if not is_new:
+            return asked.copies[1].chunk(0)
+        asked.members[1] = 5
         return GONE
 
-    asked.scripts[1] = [until(200, dies), give]
-    assert asked.fetch() == (2, 2.0)
-    assert asked.visits == [(1, 0), (2, 0)]
-
-
-def test_another_process_in_its_place_begins_anew():
-    asked = Asked(m1=[give])
-
-    def dies(copy: StateCopy, begin: int) -> Any:
-        asked.members[1], asked.copies[1] = 5, asked.copy_of(5)
-        return GONE
-
-    asked.scripts[1] = [until(200, dies), give]
-    assert asked.fetch() == (1, 5.0)
-
-
-def test_a_member_that_does_not_know_its_copy_any_more_begins_anew():
-    asked, another = Asked(m1=[give], m2=[give]), Asked.copy_of(5)
-
-    def forgets(copy: StateCopy, begin: int) -> bytes:
-        asked.copies[1] = another
-        return another.chunk(0)
-
-    asked.scripts[1] = [until(200, forgets)]
-    asked.scripts[1] = [lambda copy, begin: copy.chunk(begin) if copy is another or begin < 200 else forgets(copy, begin)]
+    asked.scripts[1] = [forgets]
     assert asked.fetch() == (1, 5.0)
 
 

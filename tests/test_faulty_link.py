@@ -85,9 +85,8 @@ def send(stream: socket.socket, data: bytes) -> threading.Thread:
 def test_bytes_and_ends_pass_in_both_directions(pair):
     data = os.urandom(3_000_000)
     for source, target in ((0, 1), (1, 0)):
-        thread = send(pair.side[source], data)
+        send(pair.side[source], data)
         assert receive(pair.side[target], len(data)) == data
-        thread.join(SECONDS)
     pair.side[1].shutdown(socket.SHUT_WR)
     assert pair.side[0].recv(1) == b""
     pair.side[0].sendall(b"still here")
@@ -126,34 +125,27 @@ def test_a_blackhole_hides_bytes_ends_and_newcomers_until_it_heals(pair):
     newcomer.close()
 
 
-def test_half_open(pair):
-    for gone, unaware in ((0, 1), (1, 0)):
-        pair.links.half_open(gone, unaware)
-        with pytest.raises(ConnectionResetError):
-            pair.side[gone].recv(1)
-        pair.side[unaware].sendall(b"hello?")
-        assert pair.silent(unaware)
-        before, pair.side = pair.side, pair.dial()  # a new one passes
-        pair.side[0].sendall(b"again")
-        assert receive(pair.side[1], 5) == b"again"
-        for stream in before.values():
-            stream.close()
-
-
-def test_cut(pair):
-    for refuse in (False, True):
-        pair.links.cut(1, 0, refuse=refuse)
-        for stream in pair.side.values():
+@pytest.mark.parametrize("how", ["cut", "refuse", "half-open"])
+def test_a_connection_ends_for_both_or_for_one(pair, how):
+    for gone, other in ((0, 1), (1, 0)):
+        if how == "half-open":
+            pair.links.half_open(gone, other)
+            pair.side[other].sendall(b"hello?")
+            assert pair.silent(other)
+        else:
+            pair.links.cut(1, 0, refuse=how == "refuse")
+        for rank in (gone,) if how == "half-open" else (0, 1):
             with pytest.raises(ConnectionResetError):
-                stream.recv(1)
-            stream.close()
-        if refuse:
+                pair.side[rank].recv(1)
+        if how == "refuse":
             with pytest.raises(ConnectionResetError), pair.knock() as newcomer:
                 newcomer.recv(1)
             pair.links.heal()
-        pair.side = pair.dial()
-    pair.side[0].sendall(b"again")
-    assert receive(pair.side[1], 5) == b"again"
+        for stream in pair.side.values():
+            stream.close()
+        pair.side = pair.dial()  # a new one passes
+        pair.side[0].sendall(b"again")
+        assert receive(pair.side[1], 5) == b"again"
 
 
 def test_flip(pair):

@@ -14,9 +14,9 @@ import pytest
 from decent_dp.errors import WireError
 from decent_dp.faults import default_dead_after
 from decent_dp.topo import Edge
-from decent_dp.transport import hints as hints_module
+from decent_dp.transport import flow as flow_module
+from decent_dp.transport.flow import Hints
 from decent_dp.transport.handles import WireHandle
-from decent_dp.transport.hints import Hints
 from decent_dp.transport.liveness import HolesAllowed, WireNeighbours
 from decent_dp.transport.messages import BULK, DATA, pack
 from decent_dp.transport.peer_errors import UnreachableError
@@ -218,7 +218,7 @@ def test_old_hints_go_and_too_many_are_refused(monkeypatch):
     assert hints.lacks(1, (2, 0, 1))
     hints.forget((2, 0, 1))
     assert not hints.lacks(1, (2, 0, 1))
-    monkeypatch.setattr(hints_module, "_HINT_BYTES", 1000)
+    monkeypatch.setattr(flow_module, "_HINT_BYTES", 1000)
     for bucket in range(250):
         hints.come(2, 0, bucket, b"note")
     with pytest.raises(WireError, match="worker 2 has sent more than 1000 bytes of hints"):

@@ -14,7 +14,7 @@ import zmq
 
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, ProcessGroupTransport, peer_errors, rendezvous
-from decent_dp.transport.hello import REPLACED, Dialled, Identity, ReplacedError, Visitor
+from decent_dp.transport.hello import REPLACED, Dialled, Identity, RefusedError, Visitor
 from decent_dp.transport.messages import BULK, CONTROL, DATA, HELLO, START, pack
 from decent_dp.transport.peer_errors import GreetingError
 from decent_dp.transport.peer_links import LinkState
@@ -146,8 +146,9 @@ def test_both_ends_prove_who_they_are():
     assert greet(keys=bytes(63) + b"1") is None, "somebody came between, with keys of their own"
     with pytest.raises(GreetingError, match=r"worker 0 refused the connection of worker 1: not now\."):
         greet(refusal="not now")
-    with pytest.raises(ReplacedError):
+    with pytest.raises(RefusedError) as refused:
         greet(refusal=REPLACED)
+    assert refused.value.reason == REPLACED
 
 
 def test_a_listener_that_does_not_know_the_secret():
@@ -192,23 +193,22 @@ class Door:
         while self.pending:
             self.doorman.on_event(self, self.pending.pop(0))  # type: ignore[arg-type]
 
-    def hear(self, step: int, body: bytes, name: bytes = b"id") -> None:
+    def hear(self, step: int, body: bytes, name: bytes = b"id") -> Any:
         self.frames += [Frame(pack(HELLO, flags=step)), Frame(body)]
-        self.doorman.hear(self, name)  # type: ignore[arg-type]
+        return self.doorman.hear(self, name)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_a_connection_that_has_ended_is_not_let_in(ended):
     """Its end would not be told again."""
-    door, opened = Door(), list[Any]()
-    door.doorman._host.let_in = lambda *found: opened.append(found)  # type: ignore[method-assign]
+    door, welcome = Door(), None
     door.pending = [Event(zmq.EVENT_ACCEPTED, 5)]
     for plane, name in ((CONTROL, b"id"), (BULK, b"bulk")):
         dialled = Dialled(identity(1), SECRET, 0, plane, bytes(16), b"")
         door.hear(1, dialled.hello, name)
         door.pending = [Event(zmq.EVENT_DISCONNECTED, 5)] * (ended and plane == BULK)
-        door.hear(3, dialled.prove(door.sent[-1]), name)
-    assert bool(opened) == (not ended)
+        welcome = door.hear(3, dialled.prove(door.sent[-1]), name)
+    assert (welcome is None) == ended
 
 
 def test_a_hello_is_judged_after_all_events_before_it():

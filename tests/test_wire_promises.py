@@ -477,7 +477,7 @@ def test_a_descriptor_that_is_used_anew_at_the_other_listener():
 @pytest.mark.timeout(60)
 def test_the_first_wrong_message_ends_a_connection():
     """libzmq would keep what comes over it meanwhile."""
-    with Net(2) as net, stranger(net.targets[0].control, reconnect_ivl=-1) as stream:
+    with Net(2) as net, stranger(net.targets[0].control, **HEARD) as stream:
         monitor = stream.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         began = time.monotonic()
         stream.send_multipart([b"much", b"of", b"this"])

@@ -7,8 +7,7 @@ import math
 
 from decent_dp.errors import WireError
 from decent_dp.transport.control_plane import ControlPlane
-from decent_dp.transport.flow import Flow
-from decent_dp.transport.hints import Hints
+from decent_dp.transport.flow import Flow, Hints
 from decent_dp.transport.messages import BYE, Header, pack
 from decent_dp.transport.pace import Pace
 from decent_dp.transport.peer_links import LinkState, PeerLink, PeerLinks

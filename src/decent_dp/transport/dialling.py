@@ -15,7 +15,7 @@ import zmq
 from decent_dp.errors import WireError
 from decent_dp.transport.commands import Commands
 from decent_dp.transport.connections import Connections
-from decent_dp.transport.hello import Credentials, CrossingError, Dialled, ReplacedError
+from decent_dp.transport.hello import CROSSING, REPLACED, Credentials, Dialled, RefusedError
 from decent_dp.transport.messages import BULK, CONTROL, HELLO, REFUSED, pack, unpack
 from decent_dp.transport.peer_errors import GreetingError, UnreachableError
 from decent_dp.transport.peer_links import LinkState, PeerLink
@@ -243,14 +243,15 @@ class Dialler:
         if self._wanted.get(peer) is not wanted:
             return  # there has been one since then
         self.cancel(peer)
-        self._connections.replaced |= isinstance(error, ReplacedError)
+        reason = error.reason if isinstance(error, RefusedError) else ""
+        self._connections.replaced |= reason == REPLACED
         _log.debug("worker %d cannot be reached: %s", peer, error)
         wanted.try_again()
-        if wanted.is_over or isinstance(error, CrossingError):
+        if wanted.is_over or reason == CROSSING:
             return
         was_refused, link.why = link.refused, error if isinstance(error, OSError) else ConnectionError(str(error))
         is_refused = isinstance(error, UnreachableError) and error.is_refused
-        if not link.uid or is_refused or isinstance(error, ReplacedError):  # else it is made again soon
+        if not link.uid or is_refused or reason == REPLACED:  # else it is made again soon
             self._connections.requests.fail(link)
         if is_refused and link.lane.network.local:
             self._connections.give_up(link, "nobody listens at its address")

@@ -31,10 +31,9 @@ __all__ = [
     "CROSSING",
     "REPLACED",
     "Credentials",
-    "CrossingError",
     "Dialled",
     "Identity",
-    "ReplacedError",
+    "RefusedError",
     "Visitor",
     "password",
 ]
@@ -62,12 +61,12 @@ _FROM_LISTENER = b"decent_dp answer"
 _PASSWORD = b"decent_dp plain "
 
 
-class ReplacedError(GreetingError):
-    """Another process is this worker by now."""
+class RefusedError(GreetingError):
+    """The other worker has refused the connection. ``reason``: why."""
 
-
-class CrossingError(GreetingError):
-    """The other worker dials, too, and its connection will be used."""
+    def __init__(self, text: str, reason: str) -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -174,9 +173,8 @@ class Dialled:
             )
         uid, incarnation, text = _ANSWER.unpack(said)
         if reason := text.rstrip(b"\0").decode(errors="replace"):
-            raise {REPLACED: ReplacedError, CROSSING: CrossingError}.get(reason, GreetingError)(
-                f"worker {self._whom} refused the connection of worker {self._identity.rank}: {reason}."
-            )
+            text = f"worker {self._whom} refused the connection of worker {self._identity.rank}: {reason}."
+            raise RefusedError(text, reason)
         self.welcome = Identity(self._identity.run_id, self._whom, uid, incarnation)
         return self.welcome
 

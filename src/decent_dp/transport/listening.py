@@ -6,9 +6,10 @@ import contextlib
 import hmac
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
@@ -44,24 +45,27 @@ class _Greeting:
     proven: bool = False
 
 
-class Host(Protocol):
-    """Called in the transport's thread."""
-
-    def admit(self, worker: Identity, /) -> str:
-        """Why a worker that has proven itself is refused; empty: it is welcome."""
-
-    def let_in(self, worker: Identity, channels: list[Channel], /) -> None:
-        """A worker that is welcome has its control and its bulk channel."""
-
-    def read_events(self, socket: Socket, /) -> None:
-        """Reads what has happened to the connections of a socket (``Doorman.on_event``)."""
-
-
 class Doorman:
-    """Used by the transport's thread alone. ``host``: decides who comes in."""
+    """Used by the transport's thread alone.
 
-    def __init__(self, credentials: Credentials, sockets: Sockets, commands: Commands, host: Host) -> None:
-        self._credentials, self._sockets, self._commands, self._host = credentials, sockets, commands, host
+    Args:
+        admit: why a worker that has proven itself is refused; empty: it is welcome.
+        read_events: reads what has happened to the connections of a listener (``on_event``).
+
+    Attributes:
+        dropped: messages that were none of a worker's.
+    """
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        sockets: Sockets,
+        commands: Commands,
+        admit: Callable[[Identity], str],
+        read_events: Callable[[Socket], None],
+    ) -> None:
+        self._credentials, self._sockets, self._commands = credentials, sockets, commands
+        self._admit, self._read_events = admit, read_events
         # Since when a connection is there that has proven nothing. By listener and descriptor, as one may be used anew before
         # the other listener's events are read.
         self._strangers: dict[tuple[Socket, int], float] = {}
@@ -108,8 +112,9 @@ class Doorman:
             of[0].hang_up(of[1])
             self._warn()
 
-    def hear(self, socket: Socket, routing_id: bytes) -> None:
-        """The rest of a message from a connection that is not open is to be read."""
+    def hear(self, socket: Socket, routing_id: bytes) -> tuple[Identity, list[Channel]] | None:
+        """The rest of a message from a connection that is not open is to be read. Returns a worker that is welcome, and its
+        control and its bulk channel, once there are both."""
         frames: list[Any] = []
         while socket.zmq.get(zmq.RCVMORE):
             frame = socket.zmq.recv(zmq.NOBLOCK, copy=False)
@@ -122,11 +127,11 @@ class Doorman:
             descriptor = frames[0].get(zmq.SRCFD) if frames else -1
         of = socket, descriptor
         was_there = of in self._strangers
-        self._host.read_events(socket)  # so far the descriptor may have been another connection's, or this one have ended
+        self._read_events(socket)  # so far the descriptor may have been another connection's, or this one have ended
         greeting = self._greetings.get(routing_id)
         if step == 1 and greeting is None:
             if of not in self._strangers:
-                return  # it has ended already
+                return None  # it has ended already
             if socket.curve is not None:
                 key = bytes.fromhex(frames[0].get("User-Id")) + socket.curve.public
             with contextlib.suppress(ValueError):
@@ -136,31 +141,31 @@ class Doorman:
                     del self._greetings[next(iter(self._greetings))]
                 self._greetings[routing_id] = _Greeting(visitor, channel, time.monotonic())
                 channel.send(pack(HELLO, flags=2), visitor.challenge)
-                return
+                return None
         elif step == 3 and greeting is not None and not greeting.proven and greeting.visitor.verify(frames[1].bytes):
-            self._let_in(greeting)
-            return
+            return self._welcome(greeting)
         self.dropped += 1
         if was_there:  # else it may be a message that another connection has left, which had this descriptor before
             self._turn_away(of)
+        return None
 
-    def _let_in(self, greeting: _Greeting) -> None:
+    def _welcome(self, greeting: _Greeting) -> tuple[Identity, list[Channel]] | None:
         worker, attempt = greeting.visitor.worker, greeting.visitor.attempt
-        if refusal := self._host.admit(worker):
+        if refusal := self._admit(worker):
             _log.debug("a connection of worker %d was refused: %s", worker.rank, refusal)
             greeting.channel.send(pack(REFUSED), greeting.visitor.answer(refusal))
             del self._greetings[greeting.channel.routing_id]
-            return
+            return None
         greeting.proven = True
         same = [one for one in self._greetings.values() if (one.visitor.worker, one.visitor.attempt) == (worker, attempt)]
         proven = {one.visitor.plane: one for one in same if one.proven}
-        if len(proven) == 2:
-            channels = [proven[plane].channel for plane in (CONTROL, BULK)]
-            for one in proven.values():
-                del self._greetings[one.channel.routing_id]
-                self._strangers.pop((one.channel.socket, one.channel.descriptor), None)
-                one.channel.send(pack(HELLO, flags=4), one.visitor.answer())
-            self._host.let_in(worker, channels)
+        if len(proven) < 2:
+            return None
+        for one in proven.values():
+            del self._greetings[one.channel.routing_id]
+            self._strangers.pop((one.channel.socket, one.channel.descriptor), None)
+            one.channel.send(pack(HELLO, flags=4), one.visitor.answer())
+        return worker, [proven[plane].channel for plane in (CONTROL, BULK)]
 
     def _warn(self) -> None:
         if not self._warned:

@@ -141,7 +141,7 @@ class Router:
         self._commands, self._connections, self._links = commands, connections, connections.links
         self._reader = Reader(connections, sockets)
         self._clock, self._dialler = self._links.clock, dialler
-        self.doorman = Doorman(credentials, sockets, commands, self)
+        self.doorman = Doorman(credentials, sockets, commands, self.admit, self.read_events)
         self._next_beat, self._look_at = time.monotonic(), math.inf
         self._closing: float | None = None
         commands.thread = threading.Thread(target=self._run, name="decent_dp-transport", daemon=True)
@@ -243,7 +243,8 @@ class Router:
                 if channel is not None:
                     self._reader.take(channel, stream.recv(zmq.NOBLOCK) if socket.is_router else first)
                 elif socket.is_router:
-                    self.doorman.hear(socket, first)
+                    if (welcome := self.doorman.hear(socket, first)) is not None:
+                        self._let_in(*welcome)
                 else:
                     self._dialler.hear(socket, first)
 
@@ -273,8 +274,7 @@ class Router:
                 return CROSSING
         return ""
 
-    def let_in(self, worker: Identity, channels: list[Channel]) -> None:
-        """A worker that is welcome has its control and its bulk channel."""
+    def _let_in(self, worker: Identity, channels: list[Channel]) -> None:
         if self._joins(worker):
             self._connections.let_join(worker.rank, worker.incarnation, worker.uid, *channels)
             return

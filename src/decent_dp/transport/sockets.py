@@ -80,12 +80,7 @@ class Curve:
 
 
 class Event(NamedTuple):
-    """What happened to a connection of a socket.
-
-    Attributes:
-        kind: one of zmq's EVENT_ constants.
-        descriptor: of the connection, for those kinds that have one.
-    """
+    """What happened to a connection of a socket: one of zmq's EVENT_ constants, and the descriptor, where the kind has one."""
 
     kind: int
     descriptor: int
