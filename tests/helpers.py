@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import logging
 import os
 import threading
 import time
@@ -83,6 +84,24 @@ def loss(model: Any, t: int, rank: int = 0) -> Tensor:
 def alone(model: nn.Module, optim_fn: Any = SGD, **options: Any) -> DecentralizedDataParallel:
     """The wrapper of a single worker; no process group is needed."""
     return DecentralizedDataParallel(model, optim_fn, transport=InProcessTransport(), **options)
+
+
+class Heard(logging.Handler):
+    """What the library logs in this process from now on: the levels and texts."""
+
+    def __init__(self, level: int = logging.WARNING) -> None:
+        super().__init__(level)
+        self.lines: list[tuple[int, str]] = []
+        logger = logging.getLogger("decent_dp")
+        logger.addHandler(self)
+        logger.setLevel(level)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelno, record.getMessage()))
+
+    @property
+    def texts(self) -> list[str]:
+        return [text for _, text in self.lines]
 
 
 class Driven:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import threading
 import time
@@ -27,7 +26,7 @@ from decent_dp.rules import Gossip, OuterNesterov, Round, Rule
 from decent_dp.topo import CompleteTopology, Edge, EveryTopology, RingTopology, SwitchTopology, Topology, make_topology
 from decent_dp.topo.schedule import turn_of
 from decent_dp.transport import ExchangeId, InProcessTransport, Peers, run_replicas
-from tests.helpers import DRIVERS, SGD, Driven, assert_same, net, values
+from tests.helpers import DRIVERS, SGD, Driven, Heard, assert_same, net, values
 
 MANY = 2e-4  # MiB: buckets of a small model's single tensors
 
@@ -326,16 +325,13 @@ def test_a_call_that_fails_gives_its_threads_and_sockets_back(workers):
 
 def warned(rank: int, n: int) -> list[list[str]]:
     """The log of several constructions."""
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = records.append  # type: ignore[assignment, method-assign]
-    logging.getLogger("decent_dp").addHandler(handler)
+    heard = Heard()
     topologies: list[dict[str, Any]] = [{"topology": "ring"}, {"topology": CompleteTopology()}, {}, {}]
     found = []
     for options in topologies:
         DecentralizedDataParallel(net(), SGD, **options).close()
-        found.append([record.getMessage() for record in records])
-        records.clear()
+        found.append(heard.texts)
+        heard.lines.clear()
     return found
 
 

@@ -12,21 +12,8 @@ from typing import Any
 import decent_dp
 from decent_dp.transport.waiter import Repeats
 from tests.faulty_link import FaultyLinks, RemoteLinks, connect_through
-from tests.helpers import assert_same, values
+from tests.helpers import Heard, assert_same, values
 from tests.members import make, step
-
-
-class Lines(logging.Handler):
-    """The lines that this worker logs from now on, at INFO and above."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[tuple[int, str]] = []
-        logging.getLogger().addHandler(self)
-        logging.getLogger("decent_dp").setLevel(logging.INFO)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append((record.levelno, record.getMessage()))
 
 
 def test_lines_double_and_begin_anew_after_a_minute():
@@ -49,7 +36,7 @@ def test_lines_double_and_begin_anew_after_a_minute():
 
 def has_a_bad_link(rank: int, n: int, links: RemoteLinks) -> Any:
     connect_through(links, rank)
-    log = Lines()
+    log = Heard(logging.INFO)
     model, optimizer, replica = make(rank)
     for t in range(150):
         if rank == 0 and t % 5 == 0 and t < 100:
@@ -81,7 +68,7 @@ def test_a_link_that_breaks_often_is_counted_and_said(workers):
 
 def has_no_store(rank: int, n: int) -> Any:
     """While another epoch is wanted."""
-    log = Lines()
+    log = Heard(logging.INFO)
     model, optimizer, replica = make(rank, topology="ring", faults=decent_dp.Tolerate(dead_after=1.0))
 
     def run(*_: Any) -> None:

@@ -28,22 +28,7 @@ from decent_dp.optim import published
 from decent_dp.replica import construction
 from decent_dp.topo import Edge, Topology
 from decent_dp.transport import InProcessTransport, run_replicas
-from tests.helpers import ROOT, SGD, alone, assert_same, loss, net, seed_cpu, values
-
-
-class Heard(logging.Handler):
-    """The messages of the library's loggers, from now on."""
-
-    def __init__(self, level: int = logging.WARNING) -> None:
-        super().__init__(level)
-        self.texts: list[str] = []
-        logger = logging.getLogger("decent_dp")
-        logger.addHandler(self)
-        logger.setLevel(level)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
+from tests.helpers import ROOT, SGD, Heard, alone, assert_same, loss, net, seed_cpu, values
 
 # -- several workers: the groups of edges, the devices, the log ------------------------------------------------------------
 

@@ -19,9 +19,8 @@ from decent_dp.logging import publisher as publisher_module
 from decent_dp.transport import InProcessTransport, process_group, run_replicas
 from decent_dp.transport.control_plane import ControlPlane
 from decent_dp.transport.waiter import Waiter, start_thread, telling
-from tests.helpers import alone, loss, net, wait_for
+from tests.helpers import Heard, alone, loss, net, wait_for
 from tests.members import make, step
-from tests.test_log_lines import Lines
 from tests.workers import has_said, hear, say
 
 
@@ -151,7 +150,7 @@ def test_a_round_that_one_thread_leaves_out_is_left_out_by_both():
 
 
 def has_joiners(rank: int, n: int) -> Any:
-    log = Lines()
+    log = Heard(logging.INFO)
     model, optimizer, replica = make(rank)
     neighbours = replica.monitor.neighbours
     if rank == 0:
