@@ -54,16 +54,6 @@ def test_zero_grad_anywhere(where, set_to_none):
 # -- forwards ----------------------------------------------------------------------------------------------------------
 
 
-def test_several_forwards_before_one_backward():
-    def step(m: Any, t: int) -> torch.Tensor:
-        with torch.no_grad():
-            m(batch(99)[0])
-        m(batch(98)[0])  # without a backward
-        return (m(batch(t)[0]) - m(batch(t + 50)[0]) - batch(t)[1]).square().mean()
-
-    assert counts(beside(net(), step, bucket_size_in_mb=MANY)) == (4, 4)
-
-
 # -- accumulation ------------------------------------------------------------------------------------------------------
 
 WINDOWS = [[0, 1, 2], [3, 4, 5], [6, 7, 8]]

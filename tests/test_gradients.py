@@ -35,19 +35,6 @@ class Branches(nn.Module):
         return result
 
 
-@SIZES
-@pytest.mark.parametrize("pattern", ["aabb", "bbaa", "abab", "aaab"])
-def test_parameters_used_now_and_then(bucket_size_in_mb, pattern):
-    torch.manual_seed(0)
-    adam = partial(torch.optim.AdamW, lr=0.05)
-    beside(
-        Branches(),
-        lambda m, t: (m(batch(t)[0], pattern[t]) - batch(t)[1]).square().mean(),
-        adam,
-        bucket_size_in_mb=bucket_size_in_mb,
-    )
-
-
 def branches_on_workers(transport: Any, start: Branches) -> list[Any]:
     """Each worker takes branches of its own: 'a' on worker 0 only, and so on; parameters without a gradient still mix."""
     found, rank = [], transport.rank
@@ -94,19 +81,6 @@ class Tied(nn.Module):
         return result
 
 
-@SIZES
-def test_tied_weights(bucket_size_in_mb):
-    torch.manual_seed(0)
-    tokens = torch.randint(0, 7, (4, 9), generator=torch.Generator().manual_seed(0))
-    wrapper = beside(
-        Tied(), lambda m, t: nn.functional.cross_entropy(m(tokens[t]), tokens[t]), bucket_size_in_mb=bucket_size_in_mb
-    )
-    assert wrapper.module.head.weight is wrapper.module.embed.weight
-    assert {"embed.weight", "head.weight"} <= wrapper.state_dict().keys()
-    assert [name for name, _ in wrapper.named_parameters()] == ["embed.weight", "body.weight", "body.bias"]
-    assert "head.weight" in dict(wrapper.named_parameters(remove_duplicate=False))
-
-
 class Checkpointed(nn.Module):
     """Blocks under checkpointing between an ordinary first and last layer; ``shared`` is used inside and outside."""
 
@@ -134,23 +108,20 @@ class CheckpointedTwice(Checkpointed):
         return result
 
 
-@SIZES
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("kind", [Checkpointed, CheckpointedTwice])
-def test_checkpointing(bucket_size_in_mb, use_reentrant, kind):
-    torch.manual_seed(0)
-    beside(kind(use_reentrant), loss, bucket_size_in_mb=bucket_size_in_mb)
+class LateCheckpoint(nn.Module):
+    """``last`` is used in the outer graph and, once ``inner`` is set, in a checkpointed one, whose backward comes later."""
 
+    inner = False
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("calls", [1, 2])
-def test_checkpointing_around_the_wrapper(use_reentrant, calls):
-    def step(m: Any, t: int) -> Tensor:
-        x = batch(t)[0].requires_grad_()
-        outputs = [checkpoint(m, x * (i + 1), use_reentrant=use_reentrant) for i in range(calls)]
-        return (sum(outputs) - batch(t)[1]).square().mean()
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
 
-    beside(net(), step, bucket_size_in_mb=TINY)
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        again = checkpoint(lambda z: self.last(z), y, use_reentrant=True) if self.inner else 0
+        result: Tensor = self.last(self.middle(y)) + again
+        return result
 
 
 @dataclass
@@ -164,28 +135,113 @@ class Opaque:
         self.tensor = tensor
 
 
-@pytest.mark.parametrize("kind", ["dataclass", "opaque", "tuple"])
-def test_outputs_of_any_structure(kind):
+class Structured(Checkpointed):
     """The end of the outer backward is detected through the outputs, wherever the tensors are in them.
 
     All gradients come from inner backwards here, several a backward, and each of those has an end of its own.
     """
 
-    class Wrapped(Checkpointed):
-        width = 6
+    width = 6
 
-        def forward(self, x: Tensor) -> Any:
-            y = super().forward(x.requires_grad_())
-            y = checkpoint(self.blocks[1], checkpoint(self.blocks[0], y, use_reentrant=True), use_reentrant=True)[:, :3]
-            return {"dataclass": Output({"none": None, "y": y}, [y]), "opaque": Opaque(y), "tuple": (1, (y, "text"))}[kind]
+    def __init__(self, kind: str) -> None:
+        super().__init__(use_reentrant=True)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x.requires_grad_())
+        y = checkpoint(self.blocks[1], checkpoint(self.blocks[0], y, use_reentrant=True), use_reentrant=True)[:, :3]
+        return {"dataclass": Output({"none": None, "y": y}, [y]), "opaque": Opaque(y), "tuple": (1, (y, "text"))}[self.kind]
+
+
+# -- steps that equal those of plain PyTorch -----------------------------------------------------------------------------
+
+TOKENS = torch.randint(0, 7, (4, 9), generator=torch.Generator().manual_seed(0))
+
+
+def mse(output: Tensor, t: int) -> Tensor:
+    result: Tensor = (output - batch(t)[1]).square().mean()
+    return result
+
+
+def several_forwards(m: Any, t: int) -> Tensor:
+    with torch.no_grad():
+        m(batch(99)[0])
+    m(batch(98)[0])  # without a backward
+    return mse(m(batch(t)[0]) - m(batch(t + 50)[0]), t)
+
+
+def around(use_reentrant: bool, calls: int) -> Any:
+    """Checkpointing around the wrapper."""
 
     def step(m: Any, t: int) -> Tensor:
-        output = m(batch(t)[0])
-        tensor = {"dataclass": lambda o: o.hidden["y"], "opaque": lambda o: o.tensor, "tuple": lambda o: o[1][0]}[kind](output)
-        return (tensor - batch(t)[1]).square().mean()
+        x = batch(t)[0].requires_grad_()
+        return mse(sum(checkpoint(m, x * (i + 1), use_reentrant=use_reentrant) for i in range(calls)), t)
 
+    return step
+
+
+def late(m: Any, t: int) -> Tensor:
+    """A gradient that comes again, from an inner backward, is of the same update."""
+    (m.module if isinstance(m, DecentralizedDataParallel) else m).inner = t > 1
+    return loss(m, t)
+
+
+def autocast(dtype: torch.dtype) -> Any:
+    def step(m: Any, t: int) -> Tensor:
+        with torch.autocast("cpu", dtype=dtype):
+            output = m(batch(t)[0])
+        return mse(output.float(), t)
+
+    return step
+
+
+def structured(m: Any, t: int) -> Tensor:
+    output = m(batch(t)[0])
+    kind = type(output).__name__
+    return mse({"Output": lambda o: o.hidden["y"], "Opaque": lambda o: o.tensor, "tuple": lambda o: o[1][0]}[kind](output), t)
+
+
+BOTH = (True, False)
+# How a model is made, and a step with it; and an optimizer other than SGD.
+SHAPES: dict[str, tuple[Any, ...]] = {
+    **{
+        f"branches {used}": (
+            Branches,
+            lambda m, t, used=used: mse(m(batch(t)[0], used[t]), t),
+            partial(torch.optim.AdamW, lr=0.05),
+        )
+        for used in ("aabb", "bbaa", "abab", "aaab")
+    },
+    "tied": (Tied, lambda m, t: nn.functional.cross_entropy(m(TOKENS[t]), TOKENS[t])),
+    **{f"checkpointed {how}": (partial(Checkpointed, how), loss) for how in BOTH},
+    **{f"checkpointed twice {how}": (partial(CheckpointedTwice, how), loss) for how in BOTH},
+    "checkpointed late": (LateCheckpoint, late),
+    **{f"checkpointed around {how} {calls}": (net, around(how, calls)) for how in BOTH for calls in (1, 2)},
+    **{f"output {kind}": (partial(Structured, kind), structured) for kind in ("dataclass", "opaque", "tuple")},
+    "several forwards": (net, several_forwards),
+    **{f"autocast {dtype}": (net, autocast(dtype)) for dtype in (torch.float16, torch.bfloat16)},
+    "sparse": (
+        lambda: nn.Sequential(nn.Embedding(20, 6, sparse=True), nn.Linear(6, 3)),
+        lambda m, t: mse(m(TOKENS[t, :5]), t),
+        partial(torch.optim.SGD, lr=0.1),
+    ),
+}
+
+
+@SIZES
+@pytest.mark.parametrize("name", SHAPES)
+def test_scripts_of_any_shape(bucket_size_in_mb, name):
+    make, step, *optim_fn = SHAPES[name]
     torch.manual_seed(0)
-    beside(Wrapped(use_reentrant=True), step, bucket_size_in_mb=TINY)
+    beside(make(), step, *optim_fn, bucket_size_in_mb=bucket_size_in_mb)
+
+
+def test_names_of_tied_weights():
+    wrapper = alone(Tied())
+    assert wrapper.module.head.weight is wrapper.module.embed.weight
+    assert {"embed.weight", "head.weight"} <= wrapper.state_dict().keys()
+    assert [name for name, _ in wrapper.named_parameters()] == ["embed.weight", "body.weight", "body.bias"]
+    assert "head.weight" in dict(wrapper.named_parameters(remove_duplicate=False))
 
 
 def test_compile_of_the_model_and_of_the_wrapper():
@@ -289,16 +345,6 @@ def test_a_disabled_scaler_counts_as_none():
     assert_same(model, plain(net(), [[0]]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_autocast(dtype):
-    def step(m: Any, t: int) -> Tensor:
-        with torch.autocast("cpu", dtype=dtype):
-            output = m(batch(t)[0])
-        return (output.float() - batch(t)[1]).square().mean()
-
-    beside(net(), step, bucket_size_in_mb=TINY)
-
-
 # -- dtypes, strides, shapes -------------------------------------------------------------------------------------------
 
 
@@ -334,18 +380,6 @@ def test_mixed_dtypes_and_strides(bucket_size_in_mb, view):
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------------
-
-
-def test_sparse_embedding():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(20, 6, sparse=True), nn.Linear(6, 3))
-    tokens = torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(0))
-    beside(
-        model,
-        lambda m, t: (m(tokens[t]) - batch(t)[1]).square().mean(),
-        partial(torch.optim.SGD, lr=0.1),
-        bucket_size_in_mb=TINY,
-    )
 
 
 @pytest.mark.parametrize("bucket_size_in_mb", [25, TINY])
@@ -511,31 +545,6 @@ def stale_by_mixing(transport: Any) -> str:
 
 def test_mixing_makes_saved_tensors_stale():
     assert all("modified by an inplace operation" in message for message in run_replicas(2, stale_by_mixing))
-
-
-class LateCheckpoint(nn.Module):
-    """``last`` is used in the outer graph and, once ``inner`` is set, in a checkpointed one, whose backward comes later."""
-
-    inner = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        again = checkpoint(lambda z: self.last(z), y, use_reentrant=True) if self.inner else 0
-        result: Tensor = self.last(self.middle(y)) + again
-        return result
-
-
-def test_a_gradient_that_comes_again_from_an_inner_backward_is_of_the_same_update():
-    def step(m: Any, t: int) -> Tensor:
-        (m.module if isinstance(m, DecentralizedDataParallel) else m).inner = t > 1
-        return loss(m, t)
-
-    torch.manual_seed(0)
-    beside(LateCheckpoint(), step, bucket_size_in_mb=TINY)
 
 
 @pytest.mark.parametrize("within", [True, False], ids=["in the same node", "in a later node"])
