@@ -169,8 +169,8 @@ BREAKAGES = [
     Breakage(
         "nobody decides in place of a worker that has died",
         "membership/epochs.py",
-        "return is_here + [rank for rank in sorted({self._epochs.rank, *seen.living}) if rank != first].index(self._epochs.rank)",
-        "return 100",
+        "return is_here + [rank",
+        "return 100 + [rank",
     ),
     Breakage(
         "a checkpoint counts as complete without the file of another worker than the first",

@@ -281,6 +281,12 @@ def test_no_room_reaches_into_another():
     assert wrong == []
 
 
+def test_clocks_that_jump_change_nothing():
+    """Where workers wait for each other, time is monotonic."""
+    rooms = ("transport", "engine", "membership", "replica", "checkpoint")
+    assert [path for path in FILES if path.relative_to(SOURCE).parts[0] in rooms and "time.time()" in path.read_text()] == []
+
+
 # -- sizes -----------------------------------------------------------------------------------------------------------------
 
 

@@ -413,19 +413,6 @@ def test_a_short_freeze_makes_one_round_late(train, dead_after):
     assert max(run.waits(rank).max() for rank in range(3)) > 0.5
 
 
-def jump(worker: Any, seconds: float) -> None:
-    real = time.time
-    time.time = lambda: real() + seconds
-
-
-@pytest.mark.slow
-@WITH_AND_WITHOUT
-@pytest.mark.parametrize("seconds", [3600.0, -3600.0])
-def test_clocks_may_jump(train, dead_after, seconds):
-    faults = [Fault(rank, ROUND + rank, "before start", functools.partial(jump, seconds=seconds)) for rank in (1, 2)]
-    check_undisturbed(train(4, *faults, steps=150, pace=0.02, dead_after=dead_after), SLACK)
-
-
 @pytest.mark.slow
 def test_where_links_are_slow_nobody_is_late_whose_messages_move(train):
     """Messages of 1.2 MB take a second, and in each round one worker has no partner, and is ahead then. From round 12 on those

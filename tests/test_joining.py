@@ -46,7 +46,7 @@ from tests.members import (
     the_store,
     train,
 )
-from tests.workers import _store, has_said, hear, say
+from tests.workers import _store, hear, say
 
 # Seconds that a partner that is not in its exchange is waited for (0.4 * dead_after), less some.
 WAIT = 0.4 * DEAD_AFTER - 0.3
@@ -227,34 +227,6 @@ def stops_with_the_others(rank: int, n: int) -> Any:
 @pytest.mark.slow
 def test_a_process_that_joins_stops_with_the_others(workers):
     assert len(set(survivors(workers.outcomes(N + 1, stops_with_the_others)))) == 1
-
-
-def joins_in_a_call(rank: int, n: int) -> Any:
-    """The members are in a call that one of them comes to seconds later, when a process asks for its seat."""
-    model, optimizer, replica, rank = begin(rank)
-    if dist.get_rank() < N:
-        kill_one(model, optimizer, replica, rank)
-        train(model, optimizer, rank, lambda: replica.roster.epoch == 1 and has_said("ready"))
-        if rank == 3:
-            train(model, optimizer, rank, lambda: has_said("seated"))
-    else:
-        say("ready")
-        time.sleep(1.0)  # workers 0 and 1 are in their call: they have no time to open the agreement on an epoch, worker 3 has
-        receiver_module.random = SimpleNamespace(sample=lambda others, n: sorted(others), choice=min)  # type: ignore[assignment]
-        began = time.monotonic()
-        step(model, optimizer, 0, rank)
-        say("seated")
-        assert time.monotonic() - began < DEAD_AFTER  # then it would count as dead
-    if dist.get_rank() < N:
-        replica.consensus_distance()
-    train(model, optimizer, rank, lambda: is_whole(replica) and replica.stats().rounds >= replica.roster.start + 20)
-    end(replica)
-
-
-@pytest.mark.slow
-def test_a_process_gets_its_seat_while_the_members_are_in_a_call(workers):
-    """It does not wait for them, and they do not wait for it: this call is made before its first round."""
-    assert len(survivors(workers.outcomes(N + 1, joins_in_a_call, timeout=60))) == N
 
 
 def joins_in_a_save(rank: int, n: int, path: str) -> Any:
