@@ -23,7 +23,6 @@ from decent_dp.transport.dialling import Target
 from decent_dp.transport.hello import Credentials, Identity, password
 from decent_dp.transport.listening import Doorman
 from decent_dp.transport.messages import DATA, HEADER_BYTES, OFFERS, START, Header, Key, unpack
-from decent_dp.transport.peer_errors import UnreachableError
 from decent_dp.transport.peer_links import PeerLinks
 from decent_dp.transport.sockets import Channel, Curve, Sockets
 from decent_dp.transport.transfers import Receiving, Sending
@@ -47,7 +46,6 @@ class Net:
         encrypts: as between nodes.
         dead_after: of connections.
         joins: the incarnations of those that join the run, by rank.
-        strangers: those that do not know the secret of the run.
     """
 
     def __init__(
@@ -58,9 +56,7 @@ class Net:
         encrypts: bool = False,
         size: int = 8,
         dead_after: float = 10.0,
-        timeout: float = SECONDS,
         joins: Mapping[int, int] = types.MappingProxyType({}),
-        strangers: Collection[int] = (),
     ) -> None:
         curves = [Curve.create() for _ in range(n)]
         self.targets: list[Target] = []
@@ -87,7 +83,7 @@ class Net:
                 Wire(
                     Credentials(
                         replace(identity(rank), incarnation=joins.get(rank, 0)),
-                        b"another" if rank in strangers else SECRET,
+                        SECRET,
                         curves[rank],
                         keys,
                         lambda key: False,
@@ -97,7 +93,7 @@ class Net:
                     sockets,
                     listeners,
                     self.find,
-                    timeout,
+                    SECONDS,
                 )
             )
 
@@ -120,21 +116,6 @@ class Net:
                     wire.connect(peer)
         for rank, wire in enumerate(self.wires):
             assert all(wire.is_connected(peer) for peer in range(len(self.wires)) if peer != rank)
-
-    def freeze(self, rank: int, seconds: float) -> None:
-        """Nobody reaches this worker, and it nobody, for a time, as if it had been stopped."""
-        before = dict(self.unreachable)
-        self.unreachable.update(dict.fromkeys(range(len(self.wires)), UnreachableError("there", "timed out")))
-        for wire in self.wires:
-            peers = [peer for peer in wire.links.by_rank if rank in (peer, wire.control_plane.rank)]
-            for peer in peers:
-                wire.call(lambda wire=wire, peer=peer: wire.connections.lose(wire.links.to(peer), "frozen by the test"))
-
-        def thaw() -> None:
-            self.unreachable.clear()
-            self.unreachable.update(before)
-
-        threading.Timer(seconds, thaw).start()
 
     def close(self) -> None:
         closing = [threading.Thread(target=wire.close) for wire in self.wires]
