@@ -302,7 +302,7 @@ LINES = {
     "optim": (1716, 1700),
     "transport": (8471, 3200),
     "engine": (981, 1000),
-    "membership": (1640, 1100),
+    "membership": (1632, 1100),
     "replica": (5531, 2500),
     "backward": (732, 526),  # with _gossip and ddp 1,600
     "checkpoint": (2375, 1900),

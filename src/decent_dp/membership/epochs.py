@@ -487,8 +487,9 @@ class EpochKeeper:
         now = time.monotonic()
         if now < self._keep_at:
             return
-        # A next one without a proposal was put back. Another one of this number: all others that knew this one have died.
-        for number in (known.number + 1, known.number):
+        # A next one without a proposal was put back. Another one of this number, in a store that was lost: all others that knew
+        # this one have died.
+        for number in (known.number + 1, known.number) if self._keep_at == 0.0 else (known.number + 1,):
             found = self._store.read(number)
             if found is not None and found.text != known.text:
                 self._take_in(found)
