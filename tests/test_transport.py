@@ -190,35 +190,6 @@ def hinted_exchanges(transport: Transport, edges: list[list[Edge]]) -> None:
             assert (found - expected).abs().max() <= (2 + (len(edge.ranks) > 2)) * step
 
 
-def in_flight(transport: Transport, edges: list[list[Edge]]) -> None:
-    """Each of a pair gets the other's message, also one with a NaN, where all buckets of all rounds are in flight."""
-    rank, flying = transport.rank, []
-
-    def values(of: int, exchange_id: ExchangeId) -> Tensor:
-        found = payload(of, exchange_id, SIZES[exchange_id.bucket % 10], torch.float32)
-        if of == 0 and exchange_id.round % 2 == 0:
-            found[3:4] = math.nan
-        return found
-
-    for t, round_ in enumerate(edges, start=1000):  # rounds that no other exchange has
-        edge = next(e for e in round_ if rank in e.ranks)
-        others = sorted(set(edge.ranks) - {rank})
-        for exchange_id in (ExchangeId(t, 10 * (t - 900) + bucket) for bucket in range(len(SIZES) if others else 0)):
-            own = request(values(rank, exchange_id), rank, exchange_id, Lossless)
-            flying.append((others, own, transport.start(edge, own)))
-    for others, own, handle in flying:
-        handle.wait()
-        compression, bits = own.compression, torch.int32  # a NaN equals nothing
-        assert handle.bytes_sent == len(others) * sum(chunk.payload for chunk in compression.chunks)
-        for other, message in zip(others, own.received.tensor_split(len(others)), strict=True):
-            expected = values(other, own.exchange_id)
-            assert torch.equal(message.view(bits)[: len(expected)], expected.view(bits)), (other, own.exchange_id)
-        if handle.flags is not None:
-            are_bad = [bool(values(other, own.exchange_id).isnan().any()) for other in others]
-            is_bad = bool(own.values[0].isnan().any())
-            assert [flag > 0 for flag in handle.flags] == [is_bad, any(are_bad)], own.exchange_id
-
-
 # -- the contract: control -------------------------------------------------------------------------------------------------
 
 ANY_DTYPE = [
@@ -312,8 +283,6 @@ def whole_contract(transport: Transport) -> str:
         if n > 2:
             exchanges(transport, grouping(n), dtype, first=first + 12, turn=i + 1)
     hinted_exchanges(transport, grouping(n) if n > 2 else pairing(n))
-    if n != 3:
-        in_flight(transport, pairing(n))
     transport.report("nothing")
     transport.close()
     return "done"
