@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -36,41 +36,109 @@ def cluster(n: int, local: int = 1, rate: float = math.inf, inside: float = math
 # -- closed forms ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "choice", [Choice("ddp"), Choice("push"), OPE, Choice("decent_dp", "complete", "int8"), Choice("decent_dp", "ring")]
-)
-def test_one_worker_takes_its_computation(choice: Choice) -> None:
-    found = predict(cluster(1, rate=1.0), job(optimizer_ms=7), choice)
-    assert found.step_ms == pytest.approx(90)
-    assert (found.waited_ms, found.node_bytes, found.limit) == (0, 0, "compute")
+class Across(Topology):
+    """Two nodes; worker i of the one with worker i of the other, always."""
+
+    def _get_topo_edges(self) -> list[list[Edge]]:
+        half = self._world_size // 2
+        return [[Edge([i, i + half], 0.5) for i in range(half)]]
 
 
-@pytest.mark.parametrize("choice", [Choice("ddp"), Choice("push"), OPE, Choice("decent_dp", "complete")])
-def test_links_without_limit_cost_nothing(choice: Choice) -> None:
-    found = predict(cluster(4, 2), job(optimizer_ms=9), choice)
-    assert found.step_ms == pytest.approx(90)
-    assert found.limit == "compute"
+@dataclass
+class Form:
+    """The expected time of a step, of 90 ms of computation and 40 MB of parameters unless said otherwise.
+
+    Attributes:
+        coding: nanoseconds per parameter for int8.
+        nbytes, limit: None if they are not looked at.
+    """
+
+    cluster: Cluster
+    choice: Choice
+    step_ms: float
+    nbytes: float | None = None
+    limit: str | None = None
+    job: Job = field(default_factory=job)
+    coding: float = 0.0
+    rel: float = 0.01
 
 
-@pytest.mark.parametrize("n", [2, 3, 8])
-def test_ddp_bound_by_its_bytes(n: int) -> None:
-    """Forward, the first MiB's share of the backward, the ring's bytes, the optimizer."""
-    rate, work = 10e6, job(optimizer_ms=6)
-    found = predict(cluster(n, rate=rate), work, Choice("ddp"))
-    ring_ms = 1e3 * 2 * (n - 1) / n * 40e6 / rate
-    first = MIB / 40e6
-    assert found.step_ms == pytest.approx(28 + first * 56 + ring_ms + 6)
-    assert found.limit == "links between nodes"
-    assert found.node_bytes == pytest.approx(2 * (n - 1) / n * 40e6)
+DDP, NODE = Choice("ddp"), Choice("decent_dp", "base-2", replica="node")
+TURNS = Choice("decent_dp", "alternating-exp-ring")
+ACROSS = Choice("decent_dp", Across(4, world_size=8, rank=0))
+BETWEEN, INSIDE, FIRST = "links between nodes", "links inside a node", MIB / 40e6
+LAST = (1 - FIRST) / 9
+SHARDED = job(sharded=True)
 
 
-def test_ddp_hides_all_but_its_last_bucket() -> None:
-    """10 buckets in a backward of 600 ms, 10 ms each: only the last one's are seen."""
-    shares = [MIB / 40e6, *[(1 - MIB / 40e6) / 9] * 9]
-    size_mb = shares[1] * 40e6 / MIB
-    rate = 40e6 / 0.1  # two workers: a copy each way
-    found = predict(cluster(2, rate=rate), job(compute_ms=900), Choice("ddp", bucket_mb=size_mb))
-    assert found.step_ms == pytest.approx(900 + 100 * shares[-1], rel=1e-6)
+EVERY_4 = make_topology("one-peer-exp", local_world_size=1, world_size=2, rank=0).every(4)
+
+FORMS: dict[str, Form] = {
+    # One worker, and links without limit.
+    **{f"{choice.name}, {n} workers": Form(made, choice, 90, 0 if n == 1 else None, "compute", job(optimizer_ms=7))
+       for choice in (DDP, Choice("push"), OPE, Choice("decent_dp", "complete"))
+       for n, made in ((1, cluster(1, rate=1.0)), (4, cluster(4, 2)))},
+    # Forward, the first MiB's share of the backward, the ring's bytes, the optimizer.
+    **{f"DDP of {n} is bound by its bytes": Form(cluster(n, rate=10e6), DDP, 28 + FIRST * 56 + 8e3 * (n - 1) / n + 6,
+                                                 80e6 * (n - 1) / n, BETWEEN, job(optimizer_ms=6), rel=1e-6)
+       for n in (2, 3, 8)},
+    # 10 buckets in a backward of 600 ms, 10 ms each: only the last one's are seen.
+    "DDP hides all but its last bucket": Form(cluster(2, rate=40e6 / 0.1), Choice("ddp", bucket_mb=LAST * 40e6 / MIB),
+                                              900 + 100 * LAST, job=job(compute_ms=900), rel=1e-6),
+    # The longer of bytes and computation.
+    **{f"{name}, {ms} ms": Form(cluster(8, rate=40e9 / ms), Choice("decent_dp", name), max(ms, 90), 40e6,
+                                BETWEEN if ms > 90 else "compute")
+       for name in ("one-peer-exp", "ring") for ms in (80, 100, 500)},
+    "bfloat16": Form(cluster(4, rate=10e6), replace(OPE, compression="bfloat16"), 2e3, 20e6),
+    "int8": Form(cluster(4, rate=10e6), replace(OPE, compression="int8"), 1e3, 10e6),
+    "coding": Form(cluster(2), replace(OPE, compression="int8"), 90 + 40, coding=4.0),
+    "no coding": Form(cluster(2), OPE, 90, coding=4.0),
+    "coding only in steps that mix": Form(cluster(2), Choice("decent_dp", EVERY_4, "int8"), 90 + 10, coding=4.0),
+    # What is sent in every other round may take as long as a step and the backward of the next.
+    "rounds inside nodes make room": Form(cluster(4, 2, rate=40e9 / 127), TURNS, 90, rel=0.06),
+    "but not for all": Form(cluster(4, 2, rate=40e9 / 400), TURNS, 215, rel=0.06),
+    # Four flows share a node's link and all its ports, and one alone has no more than one, or flow_ports.
+    **{f"{ports} ports": Form(cluster(8, 4, rate=40e6, ports=ports), ACROSS, copies * 1e3)
+       for ports, copies in ((1, 4), (2, 2), (4, 1), (8, 1))},
+    "flows of two ports": Form(cluster(8, 4, rate=40e6, ports=8, flow_ports=2), ACROSS, 500),
+    # Offer, grant and data, but for what a bucket is ahead of the next.
+    "latency": Form(Cluster(4, 1, Link(0.2, 1e12), FREE), OPE, 600, limit="latency", rel=0.15),
+    # Of 8 workers on 2 nodes 1, 2 and 4 cross, each way.
+    "push": Form(cluster(8, 4, rate=40e6), Choice("push"), 1e3 * 7 / 3, 40e6 * 7 / 3, rel=0.03),
+    # A node that is a replica sends one copy over its link, and over all its ports a part each.
+    **{f"nodes of {local}, {code}": Form(cluster(4 * local, local, rate=4e6), replace(NODE, compression=code), nbytes / 4e3,
+                                         nbytes, BETWEEN, rel=0.02)
+       for local, code, nbytes in ((2, None, 40e6), (8, "int8", 10e6))},
+    "a node's ports": Form(cluster(16, 4, rate=4e6, ports=4), NODE, 2500, 40e6, rel=0.02),
+    "half a copy with turns": Form(cluster(16, 4, rate=4e6), replace(NODE, mix_every=2), 5_000, 20e6, rel=0.02),
+    "a group of nodes": Form(cluster(16, 4, rate=4e6), replace(NODE, topology="complete"), 16_000, 60e6, rel=0.1),
+    # Inside a node of 4 an all-reduce takes 1.5 copies, after the first bucket of the backward, and an all-gather 0.75.
+    **{f"inside, every {h}": Form(cluster(8, 4, inside=20e6), replace(NODE, mix_every=h), 28 + FIRST * 56 + 3006 + 1500 / h,
+                                         None, INSIDE, job(optimizer_ms=6), rel=1e-6) for h in (1, 2)},
+    "each process codes its part": Form(cluster(8, 4), replace(NODE, compression="int8"), 90 + 40 / 4, coding=4.0),
+    # Eight threads of 0.25 GB/s send the encrypted messages that NCCL does not take.
+    "a node's threads": Form(cluster(16, 8, backend="nccl"), replace(NODE, compression="int8"), 2000,
+                             job=job(params=4e9), rel=0.02),
+    # Of 40 MB nodes of 4 gather three quarters, in two bytes a parameter, in forward and backward, and sum in four.
+    **{f"shards, {ms} ms inside": Form(cluster(16, 4, rate=1e12, inside=40e9 / ms), NODE, step, 40e6, job=SHARDED, rel=1e-3)
+       for ms, step in ((10, 30 + 60), (80, 30 + 90), (400, 150 + 450))},
+    # An all-reduce of 1.5 copies over 4 nodes, beside a backward of 32 blocks.
+    **{f"HSDP, {ms} ms between": Form(cluster(16, 4, rate=40e9 / ms, inside=0.5e9), Choice("hsdp"),
+                                      max(30 + 90 / 32 + 1.5 * ms, 30 + 90 + 1.5 * ms / 32), 60e6, job=SHARDED, rel=1e-3)
+       for ms in (0.1, 1000.0)},
+    # 15/16 of 20 MB in the forward, of 60 MB in the backward, at 40 MB/s.
+    "FSDP": Form(cluster(16, 4, rate=40e6, inside=1e12), Choice("fsdp"), 1875, 75e6, BETWEEN, SHARDED, rel=1e-6),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_closed_forms(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    coding(monkeypatch, form.coding)
+    found = predict(form.cluster, form.job, form.choice)
+    assert found.step_ms == pytest.approx(form.step_ms, rel=form.rel)
+    assert found.step_ms == pytest.approx(found.compute_ms + found.waited_ms)
+    assert form.nbytes is None or found.node_bytes == pytest.approx(form.nbytes)
+    assert form.limit in (None, found.limit)
 
 
 def test_ddp_waits_for_the_slowest_of_all() -> None:
@@ -82,63 +150,10 @@ def test_ddp_waits_for_the_slowest_of_all() -> None:
     assert found.step_ms == pytest.approx(90 * np.exp(s * draws - s * s / 2).mean(), rel=0.01)
 
 
-@pytest.mark.parametrize(("ms", "step"), [(10, 90), (80, 90), (100, 100), (500, 500)])
-@pytest.mark.parametrize("name", ["one-peer-exp", "ring"])
-def test_a_pair_takes_the_longer_of_bytes_and_compute(name: str, ms: float, step: float) -> None:
-    found = predict(cluster(8, rate=40e6 / (ms * 1e-3)), job(), Choice("decent_dp", name))
-    assert found.step_ms == pytest.approx(step, rel=0.01)
-    assert found.limit == ("links between nodes" if ms > 90 else "compute")
-    assert found.compute_ms == pytest.approx(90)
-    assert found.node_bytes == 40e6
-
-
 def coding(monkeypatch: pytest.MonkeyPatch, int8: float) -> None:
     """Nanoseconds per parameter."""
     for backend in prediction._CODING_NS:
         monkeypatch.setitem(prediction._CODING_NS, backend, {None: 0.0, "bfloat16": 0.0, "int8": int8})
-
-
-def test_compressions_send_fewer_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    coding(monkeypatch, 0.0)
-    for compression, size in ((None, 4), ("bfloat16", 2), ("int8", 1)):
-        found = predict(cluster(4, rate=10e6), job(), replace(OPE, compression=compression))
-        assert found.node_bytes == size * 10e6
-        assert found.step_ms == pytest.approx(size * 1e3, rel=0.01)
-
-
-def test_coding_takes_time_from_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    coding(monkeypatch, 4.0)
-    assert predict(cluster(2), job(), replace(OPE, compression="int8")).step_ms == pytest.approx(90 + 40)
-    assert predict(cluster(2), job(), OPE).step_ms == pytest.approx(90)
-    # Only in steps that mix.
-    every = make_topology("one-peer-exp", local_world_size=1, world_size=2, rank=0).every(4)
-    assert predict(cluster(2), job(), Choice("decent_dp", every, "int8")).step_ms == pytest.approx(90 + 10)
-
-
-def test_rounds_inside_nodes_make_room_for_those_between() -> None:
-    """Two nodes, rounds between and inside by turns: what is sent may take as long as a step and the backward of the next."""
-    room = 90 + 60
-    for ms, step in ((0.85 * room, 90.0), (400.0, (400 + 90 - 60) / 2)):
-        made = cluster(4, 2, rate=40e6 / (ms * 1e-3))
-        found = predict(made, job(), Choice("decent_dp", "alternating-exp-ring"))
-        assert found.step_ms == pytest.approx(step, rel=0.06)
-        assert found.step_ms >= max(90, ms / 2) * (1 - 1e-9)
-
-
-class Across(Topology):
-    """Two nodes; worker i of the one with worker i of the other, always."""
-
-    def _get_topo_edges(self) -> list[list[Edge]]:
-        half = self._world_size // 2
-        return [[Edge([i, i + half], 0.5) for i in range(half)]]
-
-
-def test_flows_share_a_nodes_link_and_all_its_ports() -> None:
-    choice = Choice("decent_dp", Across(4, world_size=8, rank=0))
-    for ports, copies in ((1, 4), (2, 2), (4, 1), (8, 1)):  # a flow alone has no more than one
-        found = predict(cluster(8, 4, rate=40e6, ports=ports), job(), choice)
-        assert found.step_ms == pytest.approx(copies * 1e3, rel=0.01)
-    assert predict(cluster(8, 4, rate=40e6, ports=8, flow_ports=2), job(), choice).step_ms == pytest.approx(500, rel=0.01)
 
 
 @pytest.mark.parametrize(("name", "n", "rests"), [("ring", 6, 0), ("ring", 5, 1), ("base-2", 6, 1), ("base-2", 5, 2)])
@@ -153,20 +168,6 @@ def test_an_idle_worker_waits_for_more_than_one_exchange(name: str, n: int, rest
     assert np.diff(ends, axis=0).mean() == pytest.approx(1.0, rel=0.01)
     assert np.diff(ends, axis=0).max() == pytest.approx(1.0 + rests * (1.0 - 0.09), rel=0.06)
     assert np.diff(ends.max(axis=1)).max() == pytest.approx(1.0, rel=0.01)
-
-
-def test_latency_is_distinguished_from_bandwidth() -> None:
-    far = Cluster(4, 1, Link(0.2, 1e12), FREE)
-    found = predict(far, job(), OPE)
-    assert found.limit == "latency"
-    assert found.step_ms == pytest.approx(600, rel=0.15)  # offer, grant and data, but for what a bucket is ahead of the next
-
-
-def test_pushing_sends_one_way() -> None:
-    """8 workers, 2 nodes: 1, 2 and 4 of them cross, each way."""
-    found = predict(cluster(8, 4, rate=40e6), job(), Choice("push"))
-    assert found.node_bytes == pytest.approx(40e6 * 7 / 3)
-    assert found.step_ms == pytest.approx(1e3 * 7 / 3, rel=0.03)
 
 
 def test_messages_take_the_way_out_and_the_way_in() -> None:
