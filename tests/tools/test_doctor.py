@@ -28,6 +28,7 @@ from decent_dp.transport import ExchangeRequest, Handle, process_group
 from decent_dp.transport.peer_errors import UnreachableError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "COLUMNS", "FORCE_COLOR")
+CARD = {"host": "h", "device": "cpu", "python": "3", "torch": "2", "decent_dp": "1"}
 CLEAN = {**{k: v for k, v in os.environ.items() if k not in VARIABLES}, "OMP_NUM_THREADS": "1"}
 
 
@@ -254,15 +255,12 @@ def killed_on_the_way(rank: int, n: int, who: int) -> Any:
     return the_command(rank, n, "--json", "--timeout", "8")
 
 
-@pytest.mark.parametrize("who", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_worker_that_is_killed_meanwhile(workers: Any, who: int) -> None:
-    outcomes = workers.outcomes(3, killed_on_the_way, who)
-    assert outcomes[who].exitcode == 9
-    results = [outcome.value for rank, outcome in enumerate(outcomes) if rank != who]
+def test_a_worker_that_is_killed_meanwhile(workers: Any) -> None:
+    first, *others = workers.outcomes(3, killed_on_the_way, 0)
+    assert first.exitcode == 9
+    results = [outcome.value for outcome in others]
     assert [(code, out) for code, out, *_ in results] == [(1, "")] * 2
-    # Worker 0 says at the beginning how long it takes.
-    words = "".join(err for _, _, err, _ in results)
-    assert re.fullmatch(("" if who == 0 else MEASURING) + 2 * BROKEN_OFF, words)
+    assert re.fullmatch(2 * BROKEN_OFF, "".join(err for _, _, err, _ in results))
     assert all(seconds < 14 for *_, seconds in results)  # a silent one is waited for 16 s
 
 
@@ -287,8 +285,7 @@ def pairs(n: int, local: int) -> dict[tuple[int, int], Pair]:
 @pytest.mark.parametrize(("n", "columns"), [(4, "80"), (10, "40"), (20, "80")])
 def test_no_number_is_cut(n: int, columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    cards = [{"host": f"host{r // 4}", "device": "cpu", "python": "3", "torch": "2", "decent_dp": "1"} for r in range(n)]
-    cards[1]["torch"] = "1.9"
+    cards = [CARD, {**CARD, "torch": "1.9"}, *[CARD] * (n - 2)]
     found = pairs(n, 4)
     document = doctor._document(cards, [r // 4 for r in range(n)], "gloo", found, 1.0)
     doctor._report(document, None)
@@ -303,33 +300,21 @@ def test_no_number_is_cut(n: int, columns: str, capsys: pytest.CaptureFixture[st
         inside = [pair.rate * 8e-6 for (a, b), pair in found.items() if a // 4 == b // 4]
         assert re.search(rf"inside nodes +{number(min(inside))} +\S+ +{number(max(inside))}", text)
         assert re.search(rf"between nodes +{number(min(rates))}", text)
-    unit, scale = ("Gbit/s", 8e-9) if statistics.median(rates) >= 1000 else ("Mbit/s", 8e-6)
-    assert f"both at once, {unit}" in text
-    for kind, where in ((True, "inside nodes"), (False, "between nodes")):
-        own = {pair: found[pair] for pair in found if (pair[0] // 4 == pair[1] // 4) == kind}
-        if not own:
-            assert where not in text
-            continue
-        (a, b), slow = min(own.items(), key=lambda item: item[1].rate)
-        on = "" if kind else f" (on host{a // 4} and host{b // 4})"
-        line = f"slowest link {where}: worker {a} and worker {b}{on}, {number(slow.rate * scale)} {unit}"
-        assert re.search(rf"^{re.escape(line)}$", text, re.MULTILINE)  # little less than the median of its kind
+    assert f"both at once, {'Gbit/s' if statistics.median(rates) >= 1000 else 'Mbit/s'}" in text
 
 
 def test_a_link_that_is_much_slower_than_the_median_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    cards = [{"host": "h", "device": "cpu", "python": "3", "torch": "2", "decent_dp": "1"}] * 4
     found = {pair: Pair(1e-4, 1e9 if pair != (1, 2) else 2e8) for pair in pairs(4, 4)}
-    doctor._report(doctor._document(cards, [0] * 4, "gloo", found, 1.0), None)
+    doctor._report(doctor._document([CARD] * 4, [0] * 4, "gloo", found, 1.0), None)
     said = "worker 1 and worker 2, 1.6 Gbit/s, 5 times slower than the median of these links"
     assert f"slowest link inside nodes: {said}" in capsys.readouterr().out
 
 
 def test_where_nodes_have_several_workers_the_advice_is_about_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    cards = [{"host": "h", "device": "cpu", "python": "3", "torch": "2", "decent_dp": "1"}] * 8
 
     def said(nodes: list[int]) -> str:
         found = {(a, b): Pair(70e-6, 1e10 if nodes[a] == nodes[b] else 125e6) for a, b in combinations(range(8), 2)}
-        doctor._report(doctor._document(cards, nodes, "gloo", found, 1.0), None)
+        doctor._report(doctor._document([CARD] * 8, nodes, "gloo", found, 1.0), None)
         return capsys.readouterr().out
 
     text = said([0] * 4 + [1] * 4)
@@ -341,9 +326,8 @@ def test_where_nodes_have_several_workers_the_advice_is_about_nodes(capsys: pyte
 
 
 def test_many_pairs_that_do_not_reach_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    cards = [{"host": "h", "device": "cpu", "python": "3", "torch": "2", "decent_dp": "1"}] * 8
     found = {pair: found if pair[0] // 4 == pair[1] // 4 else Pair(error="no way") for pair, found in pairs(8, 4).items()}
-    doctor._deliver(doctor._document(cards, [0] * 4 + [1] * 4, "gloo", found, 1.0), False, None)
+    doctor._deliver(doctor._document([CARD] * 8, [0] * 4 + [1] * 4, "gloo", found, 1.0), False, None)
     out, err = capsys.readouterr()
     assert "do not reach each other: workers 0 and 4, 0 and 5," in out
     assert ", 2 and 5, and 6 more pairs; --json has all\n" in out
