@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -66,6 +67,13 @@ def end(replica: Any) -> None:
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(seconds: float) -> None:
+    """This process is stopped for so long."""
+    wakes = subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    wakes.wait()
 
 
 def die_in(holder: Any, name: str, *, after: bool = False, when: Callable[..., bool] = lambda *_: True) -> None:

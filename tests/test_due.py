@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import os
-import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +18,7 @@ from decent_dp.logging import Recorder
 from decent_dp.replica.cadence import Cadence
 from tests.framework_cases import as_launched, copies, quiet_frameworks
 from tests.helpers import loss, values
-from tests.members import DEAD_AFTER, make, the_store
+from tests.members import DEAD_AFTER, make, stop, the_store
 from tests.test_logging import curves
 from tests.workers import hear, say
 
@@ -32,13 +29,6 @@ PACE, STOP_AT, STOPPED, LAST = 0.02, 35, 1.5 * DEAD_AFTER, 360
 # Found rather than imported: the imports take seconds, which only the workers need to spend.
 _MISSING = [name for name in ("transformers", "accelerate", "lightning") if importlib.util.find_spec(name) is None]
 needs_frameworks = pytest.mark.skipif(bool(_MISSING), reason=f"needs {', '.join(_MISSING)}")
-
-
-def stop(seconds: float) -> None:
-    """This process is stopped for so long."""
-    wakes = subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
-    os.kill(os.getpid(), signal.SIGSTOP)
-    wakes.wait()
 
 
 # -- the count -------------------------------------------------------------------------------------------------------------

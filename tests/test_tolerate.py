@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import signal
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -23,7 +21,7 @@ from decent_dp.replica import replica as replica_module
 from decent_dp.rules import MomentumTracking, OuterNesterov
 from decent_dp.transport import InProcessTransport, run_replicas
 from tests.helpers import assert_same, error_of, net, values
-from tests.members import DEAD_AFTER, make, step
+from tests.members import DEAD_AFTER, die, make, step, stop
 
 # -- arguments -------------------------------------------------------------------------------------------------------------
 
@@ -122,7 +120,7 @@ def survives(rank: int, n: int, kind: str, options: dict[str, Any], victim: int)
     longest = 0.0
     for t in range(30):
         if (rank, t) == (victim, 6):
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         began = time.monotonic()
         step(model, optimizer, t, rank)
         longest = max(longest, time.monotonic() - began)
@@ -203,7 +201,7 @@ def left_alone(rank: int, n: int) -> Any:
     model, optimizer, replica = make(rank, faults=decent_dp.Tolerate(min_workers=1, orphan_for=0.1))
     for t in range(40):
         if (rank, t) == (1, 6):
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         step(model, optimizer, t, rank)
         time.sleep(0.02)
     with replica.averaged():
@@ -224,8 +222,7 @@ def is_cut_off(rank: int, n: int, policy: str, calls: bool) -> Any:
     times, means, was_away = [time.monotonic()], [], False
     while times[-1] < times[0] + FROZEN + 4.0:
         if rank == 1 and not was_away and times[-1] > times[0] + 2.0:
-            subprocess.Popen(["sh", "-c", f"sleep {FROZEN}; kill -CONT {os.getpid()}"])
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop(FROZEN)
             was_away = True
             if calls:
                 with replica.averaged():
@@ -401,7 +398,7 @@ def dies_with_its_neighbour(rank: int, n: int) -> Any:
     model, optimizer, replica = make(rank, topology="ring")
     for t in range(20):
         if rank in (0, 1) and t == 6:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         step(model, optimizer, t, rank)
     apart = replica.consensus_distance()
     replica.close()
