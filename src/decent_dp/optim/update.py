@@ -34,13 +34,6 @@ class Hyperparameters:
     accum_iter: int
     decoupled: bool  # True: AccumAdamW, the decay shrinks x; False: AccumAdam, the decay joins the gradient
 
-    def window(self, step: int) -> int:
-        """k, the number of the window (from 1) in which update number ``step`` (from 1) lies."""
-        return -(-step // self.accum_iter)
-
-    def ends_window(self, step: int) -> bool:
-        return step % self.accum_iter == 0
-
 
 def state_dtype(param: Tensor) -> torch.dtype:
     """The dtype of a parameter's state and arithmetic: its own, but at least float32."""
@@ -66,12 +59,12 @@ def accum_adam(rows: Sequence[Row], hyper: Hyperparameters, *, foreach: bool = T
             for part in split_rows(found):
                 _update_foreach(part, count, hyper)
         else:
-            _formula(found, _numbers(count, hyper), hyper.decoupled, hyper.ends_window(count))
+            _formula(found, _numbers(count, hyper), hyper.decoupled, count % hyper.accum_iter == 0)
 
 
 def _numbers(step: int, hyper: Hyperparameters) -> list[float]:
     """What the formula needs in update number ``step``: the factor of the decay, s, 1-β1, 1-β2, sqrt(1-β2^k), ε, the rate."""
-    k, beta1, beta2 = hyper.window(step), hyper.beta1, hyper.beta2
+    k, beta1, beta2 = -(-step // hyper.accum_iter), hyper.beta1, hyper.beta2  # k: the number of the window, from 1
     decay = 1 - hyper.lr * hyper.weight_decay if hyper.decoupled else hyper.weight_decay
     rate = hyper.lr / (1 - beta1**k)
     return [decay, hyper.accum_iter, 1 - beta1, 1 - beta2, math.sqrt(1 - beta2**k), hyper.eps, rate, beta1, beta2]
@@ -101,7 +94,7 @@ def _formula(rows: Sequence[Row], numbers: Sequence[Any], decoupled: bool, ends:
 def _update_foreach(rows: Sequence[Row], step: int, hyper: Hyperparameters) -> None:
     params, grads, exp_avgs, exp_avg_sqs, accum_grads = (list(column) for column in zip(*rows, strict=True))
     beta1, beta2, lr, wd = hyper.beta1, hyper.beta2, hyper.lr, hyper.weight_decay
-    k = hyper.window(step)
+    k = -(-step // hyper.accum_iter)
     dtype = state_dtype(params[0])
     narrow = params[0].dtype != dtype
     xs = [p.to(dtype) for p in params] if narrow else params
@@ -123,7 +116,7 @@ def _update_foreach(rows: Sequence[Row], step: int, hyper: Hyperparameters) -> N
     if narrow:
         torch._foreach_copy_(params, xs)
 
-    if hyper.ends_window(step):
+    if step % hyper.accum_iter == 0:
         torch._foreach_add_(exp_avgs, accum_grads, alpha=1 - beta1)
         torch._foreach_mul_(exp_avgs, beta1)
         torch._foreach_addcmul_(exp_avg_sqs, accum_grads, accum_grads, value=1 - beta2)
@@ -147,7 +140,7 @@ def _update_compiled(rows: Sequence[Row], step: int, hyper: Hyperparameters) -> 
     # A tensor: torch would compile plain numbers in, and compile again in each update.
     numbers = torch.tensor(_numbers(step, hyper), dtype=state_dtype(rows[0][0]), device=rows[0][0].device)
     one_pass = _compiled_for(tuple((p.device, p.dtype, p.shape, p.stride()) for p, *_ in rows))
-    return one_pass(rows, numbers, hyper.decoupled, hyper.ends_window(step))
+    return one_pass(rows, numbers, hyper.decoupled, step % hyper.accum_iter == 0)
 
 
 @functools.lru_cache(maxsize=256)
