@@ -23,6 +23,7 @@ from decent_dp.transport.dialling import Target
 from decent_dp.transport.hello import Credentials, Identity, password
 from decent_dp.transport.listening import Doorman
 from decent_dp.transport.messages import DATA, HEADER_BYTES, OFFERS, START, Header, Key, unpack
+from decent_dp.transport.peer_errors import UnreachableError
 from decent_dp.transport.peer_links import PeerLinks
 from decent_dp.transport.sockets import Channel, Curve, Sockets
 from decent_dp.transport.transfers import Receiving, Sending
@@ -116,6 +117,21 @@ class Net:
                     wire.connect(peer)
         for rank, wire in enumerate(self.wires):
             assert all(wire.is_connected(peer) for peer in range(len(self.wires)) if peer != rank)
+
+    def freeze(self, rank: int, seconds: float) -> None:
+        """Nobody reaches this worker, and it nobody, for a time, as if it had been stopped."""
+        before = dict(self.unreachable)
+        self.unreachable.update(dict.fromkeys(range(len(self.wires)), UnreachableError("there", "timed out")))
+        for wire in self.wires:
+            peers = [peer for peer in wire.links.by_rank if rank in (peer, wire.control_plane.rank)]
+            for peer in peers:
+                wire.call(lambda wire=wire, peer=peer: wire.connections.lose(wire.links.to(peer), "frozen by the test"))
+
+        def thaw() -> None:
+            self.unreachable.clear()
+            self.unreachable.update(before)
+
+        threading.Timer(seconds, thaw).start()
 
     def close(self) -> None:
         closing = [threading.Thread(target=wire.close) for wire in self.wires]
