@@ -31,7 +31,7 @@ from torch import Tensor
 
 from decent_dp.errors import CheckpointError
 
-__all__ = ["RESERVED", "Stored", "decode", "encode", "loaded", "parse", "read_json"]
+__all__ = ["MALFORMED", "RESERVED", "Stored", "decode", "encode", "loaded", "parse", "read_json"]
 
 # Keys that a file uses itself.
 RESERVED = ("__metadata__", "__tree__")
@@ -203,7 +203,7 @@ class Stored:
 
 
 # Errors of Python, NumPy and torch for values that ``encode`` does not make.
-_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError, RecursionError, MemoryError)
+MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 
 
 def read_json(text: str) -> Any:
@@ -223,7 +223,7 @@ def parse(text: str, get_tensor: Callable[[str], Tensor], where: str = "") -> An
     """As `decode`, with a `Stored` in place of each tensor and array; errors begin with ``where``."""
     try:
         return _Decoder(get_tensor, where).value(read_json(text))
-    except _ERRORS as error:
+    except MALFORMED as error:
         raise CheckpointError(f"{where}the saved tree is malformed: {error}") from error
 
 
@@ -299,7 +299,7 @@ class _Decoder:
             return sparse if coalesced else sparse._coalesced_(False)
         except CheckpointError:
             raise
-        except _ERRORS as error:
+        except MALFORMED as error:
             raise CheckpointError(
                 f"{self._where}the saved tree does not fit its tensors at {str(body)[:99]}: {error}"
             ) from error

@@ -28,7 +28,7 @@ from torch import Tensor
 from decent_dp import __version__
 from decent_dp._checks import check_integer
 from decent_dp.errors import CheckpointError
-from decent_dp.serialization import RESERVED, parse, read_json
+from decent_dp.serialization import MALFORMED, RESERVED, parse, read_json
 
 __all__ = ["OLDER", "Record", "Shard", "now", "read_small", "replace_file", "shard_name", "sync_folder", "write_shard"]
 
@@ -181,7 +181,7 @@ class Shard(contextlib.AbstractContextManager["Shard"]):
     def _record(self, rank: int) -> Record:
         try:
             record = Record.from_metadata(self._opened.metadata() or {})
-        except (ValueError, TypeError, RecursionError) as error:
+        except MALFORMED as error:
             raise self._error(error) from error
         if record.rank != rank:
             raise self._error(f"it is the shard of worker {record.rank}, renamed")
@@ -222,7 +222,7 @@ class Shard(contextlib.AbstractContextManager["Shard"]):
             raise CheckpointError(f"{self.file} is missing") from error
         except OSError as error:
             raise self._error(error.strerror or error) from error
-        except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
+        except (SafetensorError, *MALFORMED) as error:
             raise self._error(f"{what} ({error})") from error
 
     def _error(self, why: object) -> CheckpointError:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from decent_dp.errors import CheckpointError
+from decent_dp.serialization import MALFORMED
 
 __all__ = ["check_random_states", "random_states", "set_random_states"]
 
@@ -46,7 +47,7 @@ def check_random_states(states: Any, model: nn.Module, file: Path) -> None:
         try:
             set_random_states(states, model)
             _check_positions(states)
-        except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
+        except MALFORMED as error:
             raise CheckpointError(
                 f"{file} cannot be used: its random states do not fit the generators here ({type(error).__name__}: {error}): "
                 "use the kinds of generators that it was saved with"

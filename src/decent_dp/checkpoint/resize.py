@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from decent_dp._checks import check_choice
 from decent_dp.checkpoint.files import Shard
 from decent_dp.errors import CheckpointError
-from decent_dp.serialization import Stored, loaded
+from decent_dp.serialization import MALFORMED, Stored, loaded
 
 __all__ = ["HOW", "combined", "mean_tensors", "sources", "state_of_worker"]
 
@@ -101,7 +101,7 @@ def _naming(shards: Sequence[Shard]) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RuntimeError, MemoryError) as error:
+    except MALFORMED as error:
         raise CheckpointError(f"{shards[0].file.parent} cannot be combined: {type(error).__name__}: {error}") from error
 
 

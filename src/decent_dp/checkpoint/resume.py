@@ -25,7 +25,7 @@ from decent_dp.replica.consistency import call_on_all, model_signature
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.shards import mesh_of
 from decent_dp.replica.snapshot import begin_load, put_back
-from decent_dp.serialization import loaded
+from decent_dp.serialization import MALFORMED, loaded
 from decent_dp.transport import Collectives
 
 __all__ = ["latest", "load", "read_parameters"]
@@ -101,9 +101,9 @@ def load(
             tree["snapshot"]["rule"]["state"] = {}  # that of other shares: it starts anew
     try:
         put_back(replica, {**tree["snapshot"], "combined": not same})
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
-        # A value of another kind than was saved raises any of them. Those of this library, or of a GPU without memory, are own.
-        if isinstance(error, RuntimeError) and type(error).__module__ != "builtins":
+    except MALFORMED as error:
+        # A value of another kind than was saved raises any of them. Those of this library, and of memory, mean something else.
+        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and type(error).__module__ != "builtins"):
             raise
         raise CheckpointError(f"{step} does not fit this run: {error}") from error
     if same:

@@ -227,8 +227,7 @@ class Saver(Listener):
     def agree(self, path: str | os.PathLike[str]) -> None:
         """Where faults are tolerated: a worker that has joined learns how checkpoints are named."""
         key = os.path.realpath(path) if isinstance(path, (str, os.PathLike)) else ""
-        root = self._roots.get(key)
-        control = self._transport.control
+        root, control = self._roots.get(key), self._transport.control
         found = control.gather([None if root is None else root.attempt, self._saves])
         if root is None and key:
             self._roots[key] = _Root(max((attempt for attempt, _ in found if attempt is not None), default=0))
