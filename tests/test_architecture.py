@@ -296,10 +296,10 @@ def test_files_have_at_most_600_lines():
 
 # Lines of a room: at most today, and the goal. The first numbers only shrink.
 LINES = {
-    "topo": (1719, 1400),
+    "topo": (1717, 1400),
     "rules": (489, 600),
     "compression": (2196, 1800),
-    "optim": (1709, 1700),
+    "optim": (1705, 1700),
     "transport": (8471, 3200),
     "engine": (981, 1000),
     "membership": (1632, 1100),

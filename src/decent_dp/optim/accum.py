@@ -57,11 +57,7 @@ def accum_adamw_foreach(
         exp_avg_sqs: β2·V.
         accum_grads: a, the window's gradients so far, each divided by ``accum_iter``.
         state_steps: updates made so far, one CPU float32 scalar per parameter. Incremented here.
-        beta1: as in AdamW.
-        beta2: as in AdamW.
-        lr: as in AdamW.
-        weight_decay: as in AdamW.
-        eps: as in AdamW.
+        beta1, beta2, lr, weight_decay, eps: as in AdamW.
         accum_iter: s, the updates in a window.
 
     Raises:

@@ -211,10 +211,8 @@ class RandomMatchingTopology(Topology):
     by the factor (n - 2)/(2n - 2), a little less than 1/2.
 
     Args:
-        local_world_size: as of `Topology`.
         seed: of the permutations, in [0, 2^32).
-        world_size: as of `Topology`.
-        rank: as of `Topology`.
+        local_world_size, world_size, rank: as of `Topology`.
 
     Raises:
         TypeError, ValueError: ``seed`` is not such an integer.
