@@ -51,7 +51,7 @@ def test_the_group_of_initialize_dist_listens_no_more(workers):
         assert of_gloo > 0
         assert left == set()
         assert found == [rank, 3, (rank, 3), {0: 0, 1: 1, 2: 2}]
-        assert all(error.startswith("the process group was closed when training began") for error in errors), errors
+        assert all("the process group was closed when training began" in error for error in errors), errors
         assert "replica.gather(value)" in errors[0]
 
 
