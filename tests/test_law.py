@@ -20,7 +20,7 @@ from decent_dp.rules import GASLoC, OuterNesterov
 from decent_dp.tools.sim import VirtualCluster
 from decent_dp.topo import RingTopology, SwitchTopology, Topology, TopologyReg
 from decent_dp.transport import run_replicas
-from tests.helpers import SGD, batch, net, some_and_all
+from tests.helpers import SGD, batch, covering, net, some_and_all
 from tests.law_cases import (
     INNER,
     Case,
@@ -86,8 +86,12 @@ def assert_equal(found: Any, case: Case, driver: str) -> None:
     assert case.factor == 0 or not np.allclose(want, apart, atol=1e-6), "mixing must matter"
 
 
+# With turns a worker that is idle was so in the update before.
+IDLE = [Case("varying", "adamw"), Case("varying", "sgd", 1, False)]
+
+
 @DRIVERS
-@some_and_all(CASES)
+@pytest.mark.parametrize("cases", [[*covering(CASES), *IDLE], pytest.param(CASES, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_four_workers_equal_numpy(driver, cases):
     for i, case in enumerate(cases):
         options = options_of(case, i)
