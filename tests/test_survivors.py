@@ -311,26 +311,27 @@ def test_a_short_freeze_costs_time_only(make):
 @pytest.mark.parametrize("near", [pytest.param(True, marks=pytest.mark.slow), False], ids=["unix", "tcp"])
 def test_a_connection_that_breaks_is_made_again(make, near):
     company, size = make(4, ring(4), near=near), 300_000
-    stop = threading.Event()
+    begun, stop = threading.Event(), threading.Event()
 
     def lose(wire: Wire) -> None:
         for link in list(wire.links.by_rank.values()):
             wire.connections.lose(link, "cut by the test")
 
     def cut() -> None:
+        begun.wait()  # then there are connections to cut
         for rank in itertools.cycle(range(4)):
             company.wire(rank).call(partial(lose, company.wire(rank)))
             if stop.wait(0.3):
                 return
 
-    cutting = threading.Thread(target=cut)
+    cutting = threading.Thread(target=cut, daemon=True)
     cutting.start()
 
     def work(rank: int, control: Collectives) -> Any:
-        tensor = values(rank, size)
-        for _ in range(3):
+        for _ in range(4):
             tensor = values(rank, size)
             control.mean(tensor)
+            begun.set()
         return tensor, control.ranks
 
     results = company.run(work)
@@ -340,7 +341,7 @@ def test_a_connection_that_breaks_is_made_again(make, near):
         tensor, ranks = result
         assert ranks == (0, 1, 2, 3)
         torch.testing.assert_close(tensor, mean_of(range(4), size), rtol=1e-14, atol=1e-14)
-    assert sum(wire.connections.made_again for wire in company.net.wires) > 0
+    wait_for(lambda: sum(wire.connections.made_again for wire in company.net.wires) > 0)
 
 
 def test_who_does_not_come_is_named(make):

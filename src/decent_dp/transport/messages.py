@@ -32,7 +32,7 @@ from decent_dp.errors import WireError
 Key: TypeAlias = tuple[int, int, int]
 
 # Of the protocol: workers of another one are refused.
-VERSION = 10
+VERSION = 11
 # The planes. The connection for what is short and must not wait;
 CONTROL = 0
 # and that for the bytes of messages.
