@@ -401,6 +401,23 @@ def test_nobody_changes_the_members_at_a_store_that_was_emptied_before_most_have
     assert one.come_to(7).members == (0, 1, 3)
 
 
+def test_promises_are_waited_for_again_after_the_store_was_lost(one):
+    """Once the first worker that came to the new store made an epoch of itself alone."""
+    one.hears = [0, 1, 2]
+    one.come_to(5, wanted=True)
+    one.look_at_store()
+    for key in ("whole", "epoch/1/proposal", "epoch/1/promises"):
+        one.store.ask(lambda store, key=key: store.delete_key(f"run/{key}"))
+    for rank in (0, 1):
+        one.store.come_back(Epoch.first(4), rank, 0)
+    one.look_at_store(60.0)
+    one.look_at_store(0.1)
+    assert one.store.read(1) is None
+    one.promise(0, 1, 2)
+    one.look_at_store(0.1)
+    assert one.store.read(1).members == (0, 1, 2, 3)
+
+
 def test_a_worker_that_has_missed_the_newest_epoch_helps_to_bring_it_back(one):
     """Those that know it may be few."""
     one.store.ask(lambda store: store.delete_key("run/whole"))

@@ -231,13 +231,14 @@ class _Told:
     """What has become of a worker's last promise.
 
     Attributes:
-        at: when it was made, on the monotonic clock. ``absent``: the workers that were gone for this one then.
-        in_store: whether the store has it. ``proposer``: who has proposed the epoch.
+        absent: the workers that were gone for this one when it was made.
+        in_store: whether the store has it. ``at``: since when, on the monotonic clock; the others come to a store that was lost
+            one after the other, too. ``proposer``: who has proposed the epoch.
     """
 
-    at: float = 0.0
     absent: frozenset[int] = frozenset()
     in_store: bool = False
+    at: float = 0.0
     proposer: int | None = None
 
 
@@ -406,7 +407,7 @@ class EpochKeeper:
         with epochs.lock:
             if epochs.promise is None:
                 seen = neighbours.look()
-                self._told = _Told(time.monotonic(), seen.lost | seen.left)
+                self._told = _Told(seen.lost | seen.left)
                 until = neighbours.reserve_until(_AHEAD, _LEAST)
                 joining = {rank: incarnation for rank, (incarnation, _, _) in self._candidates.items()}
                 since = epochs.own.number, epochs.own.start, epochs.own.dealt, len(epochs.replicas.whole(epochs.own.members))
@@ -417,7 +418,7 @@ class EpochKeeper:
                 )
             promise = epochs.promise
         self._told.proposer = self._store.promise(known.number + 1, promise)
-        self._told.in_store = True
+        self._told.in_store, self._told.at = True, time.monotonic()
 
     def _decide(self, known: Epoch) -> Epoch | None:
         """Writes the epoch, if it is this worker's turn and there are enough promises."""
