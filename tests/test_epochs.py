@@ -441,14 +441,20 @@ def test_an_epoch_is_made_over_what_others_have_written_in_its_place(one, caplog
     assert "something else under 'decent_dp/run/epoch/1'" in caplog.text
 
 
-def test_a_worker_on_a_lost_branch_takes_the_one_of_the_store(one):
-    """All others that knew its epoch have died with the store, and the rest has made another one of that number."""
+@pytest.mark.parametrize("looks", [0, 1])
+def test_a_worker_on_a_lost_branch_takes_the_one_of_the_store(one, looks):
+    """All others that knew its epoch have died with the store, and the rest has made another one of that number, perhaps after
+    this worker has seen the empty store."""
     one.others_decide(1, 80, 0, 3)
-    store = one.store.ask(lambda store: store)
-    store.delete_key("run/epoch/1")
-    other = one.store.decide(Epoch.read(1, one.epochs.decided.text.replace("[0, 3]", "[1, 3]")))
+    for key in ("whole", "epoch/1"):
+        one.store.ask(lambda store, key=key: store.delete_key(f"run/{key}"))
     one.epochs.keeper._keep_at = 0.0  # as after a call that failed
-    one.look_at_store()
+    for _ in range(looks):
+        one.look_at_store(1.0)
+    for rank in (0, 1, 2):
+        one.store.come_back(Epoch.first(4), rank, 0)
+    other = one.store.decide(Epoch.read(1, one.epochs.decided.text.replace("[0, 3]", "[1, 3]")))
+    one.look_at_store(0.1)
     one.come_to(50)
     one.come_to(51)
     assert one.epochs.newest == other

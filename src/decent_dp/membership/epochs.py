@@ -231,9 +231,8 @@ class _Told:
     """What has become of a worker's last promise.
 
     Attributes:
-        absent: the workers that were gone for this one when it was made.
-        in_store: whether the store has it. ``at``: since when, on the monotonic clock; the others come to a store that was lost
-            one after the other, too. ``proposer``: who has proposed the epoch.
+        absent: the workers that were gone for this one when it was made. ``proposer``: who has proposed the epoch.
+        in_store: whether the store has it; ``at``: since when, on the monotonic clock, anew in one that was lost.
     """
 
     absent: frozenset[int] = frozenset()
@@ -485,17 +484,17 @@ class EpochKeeper:
 
     def _keep(self, known: Epoch) -> None:
         """Sees to it that the store has what it is to keep."""
-        now = time.monotonic()
-        if now < self._keep_at:
+        if time.monotonic() < self._keep_at:
             return
-        # A next one without a proposal was put back. Another one of this number, in a store that was lost: all others that knew
-        # this one have died.
+        is_whole = self._come_back(known)
+        # A next one without a proposal was put back. Another one of this number may be made in a store that was lost, until it is
+        # whole: all others that knew this one have died.
         for number in (known.number + 1, known.number) if self._keep_at == 0.0 else (known.number + 1,):
             found = self._store.read(number)
             if found is not None and found.text != known.text:
                 self._take_in(found)
                 return
-        self._keep_at = now + (_KEEP if self._come_back(known) else 0.0)
+        self._keep_at = time.monotonic() + _KEEP if is_whole else 0.0
 
     def _come_back(self, known: Epoch) -> bool:
         """Whether the store has lost no epochs, or has the newest one again."""
