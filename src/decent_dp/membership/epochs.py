@@ -487,8 +487,8 @@ class EpochKeeper:
         if time.monotonic() < self._keep_at:
             return
         is_whole = self._come_back(known)
-        # A next one without a proposal was put back. Another one of this number may be made in a store that was lost, until it is
-        # whole: all others that knew this one have died.
+        # A next one without a proposal was put back. Another one of this number may be made in a store that was lost, until
+        # that is whole: all others that knew this one have died.
         for number in (known.number + 1, known.number) if self._keep_at == 0.0 else (known.number + 1,):
             found = self._store.read(number)
             if found is not None and found.text != known.text:
