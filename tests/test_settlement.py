@@ -400,6 +400,28 @@ def test_who_waits_no_longer_for_the_end_of_a_doubt_drops_what_the_other_may_hav
     assert first.link.state is LinkState.BROKEN, "its memory is the caller's, and libzmq may still read it"
 
 
+@pytest.mark.parametrize("before", [{}, {0: -1}], ids=["nothing", "a GOT"])
+def test_a_round_that_is_left_out_in_doubt_undoes_no_got_on_a_new_connection(before):
+    """Once its DROP was known there before the GOT was repeated, so that the first end alone mixed. ``before``: the other end's
+    votes on earlier exchanges."""
+    world, first, second = one_in_doubt()
+    second.link.votes.got.update(before)
+    first.settlement.skip(second.rank, 3, 0)
+    world.move(first, 100, [0])
+    second.read()
+    world.cut()
+    for end in world.ends:
+        end.read()
+    world.connect()
+    for planes in ([1], [0, 1]):  # at first its votes stay behind the data
+        for _ in range(20):
+            world.move(second, 100)
+            first.read()
+            world.move(first, 100, planes)
+            second.read()
+    assert [end.verdicts[0, 0] for end in world.ends] == [Verdict.BOTH] * 2
+
+
 def test_a_vote_that_was_revoked_while_the_connection_was_lost():
     world = World(0, (1, 1))
     first, second = world.ends

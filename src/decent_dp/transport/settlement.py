@@ -112,8 +112,9 @@ class Settlement:
             self._end(link, pair, may_live=may_live)
 
     def repeat(self, link: PeerLink) -> None:
-        """Begins a connection, perhaps in place of a lost one. The peer repeats its GOTs, but for those that it has revoked."""
+        """Begins a connection, perhaps in place of a lost one. The peer repeats its votes, but for GOTs that it has revoked."""
         link.votes.peer_got.clear()
+        link.votes.peer_dropped.clear()  # else a DROP of a later round would count before the GOT
         for word, votes in ((GOT, link.votes.got), (DROP, link.votes.dropped)):
             for bucket, round_ in votes.items():
                 link.say(pack(VOTE, (round_, bucket, 0), word))
@@ -131,9 +132,8 @@ class Settlement:
         self._say(link, round_, bucket, DROP)
 
     def _say(self, link: PeerLink, round_: int, bucket: int, word: int) -> None:
-        link.say(
-            pack(VOTE, (round_, bucket, 0), word)
-        )  # without a connection it is not sent: votes are repeated on the next one
+        # Without a connection it is not sent: votes are repeated on the next one.
+        link.say(pack(VOTE, (round_, bucket, 0), word))
         self._end_if_settled(link, bucket)
 
     def _end_if_settled(self, link: PeerLink, bucket: int) -> bool:
