@@ -113,6 +113,19 @@ def test_an_exchange_that_fails_names_the_others(ranks, where):
         over(Noting(where), 1).start(Edge(ranks, 0.5), request(torch.ones(10), 1, ExchangeId(2, 1))).wait()
 
 
+class Full(Tensor):
+    """A tensor on a GPU without memory for a copy."""
+
+    def to(self, *_: Any, **__: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_full_gpu_is_no_lost_worker():
+    own = request(torch.ones(10, dtype=torch.bfloat16), 1, ExchangeId(2, 1))
+    with pytest.raises(torch.OutOfMemoryError):
+        over(Noting(), 1).start(Edge([4, 1, 2], 0.5), dataclasses.replace(own, sent=own.sent.as_subclass(Full)))
+
+
 class OnGpu(Tensor):
     """A tensor on the CPU that claims to be on a GPU."""
 

@@ -24,7 +24,6 @@ from decent_dp.transport.votes import ExchangeId, Verdict
 
 __all__ = ["ExchangeRequest", "Explain", "Handle", "Transport"]
 
-
 # Turns a broken connection, or a timeout, in an exchange with these workers into an error that names them.
 Explain: TypeAlias = Callable[[Exception, list[int], object], RuntimeError]
 

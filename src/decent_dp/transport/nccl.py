@@ -53,8 +53,9 @@ class NcclExchanges:
         with record_function("decent_dp.encode"):
             for _ in request.encode([]):
                 pass
-        try:
-            works, finish = (_start_pair if is_pair else _start_group)(communicator, others, request)
+        call, finish = (_plan_pair if is_pair else _plan_group)(communicator, others, request)
+        try:  # what else fails is this worker's own, such as a full GPU
+            works = call()
         except RuntimeError as error:
             raise self._explain(error, others, request.exchange_id) from error
 
@@ -90,26 +91,28 @@ class NcclExchanges:
         self._communicators.clear()
 
 
-# What is to be waited for, the flags last; and a call that completes the exchange then, and returns how the flags are read.
-_Started: TypeAlias = tuple[list[Any], Callable[[], Callable[[], tuple[int, int]]]]
+# A call of the communicator, which returns what is to be waited for, the flags last; and one that completes the exchange then,
+# and returns how the flags are read.
+_Plan: TypeAlias = tuple[Callable[[], list[Any]], Callable[[], Callable[[], tuple[int, int]]]]
 
 
-def _start_pair(communicator: Communicator, others: list[int], request: ExchangeRequest) -> _Started:
-    communicator._start_coalescing()
-    communicator.send([request.sent], others[0], 0)
-    communicator.recv([request.received], others[0], 0)
-    work = communicator._end_coalescing()
-    return [work], lambda: lambda: (flag_of(request.sent), flag_of(request.received))
+def _plan_pair(communicator: Communicator, others: list[int], request: ExchangeRequest) -> _Plan:
+    def call() -> list[Any]:
+        communicator._start_coalescing()
+        communicator.send([request.sent], others[0], 0)
+        communicator.recv([request.received], others[0], 0)
+        return [communicator._end_coalescing()]
+
+    return call, lambda: lambda: (flag_of(request.sent), flag_of(request.received))
 
 
-def _start_group(communicator: Communicator, others: list[int], request: ExchangeRequest) -> _Started:
+def _plan_group(communicator: Communicator, others: list[int], request: ExchangeRequest) -> _Plan:
     dtype, compute = request.compression.dtype, request.compression.compute
     received = request.received.view(dtype)
     total = received.copy_(request.sent.view(dtype)) if dtype == compute else request.sent.view(dtype).to(compute)
     largest: Any = dist.AllreduceOptions()
     largest.reduceOp = dist.ReduceOp.MAX
     flag = flag_view(request.sent).clone()
-    works = [communicator.allreduce([total]), communicator.allreduce([flag], largest)]
 
     def finish() -> Callable[[], tuple[int, int]]:
         total.div_(len(others) + 1)
@@ -118,7 +121,7 @@ def _start_group(communicator: Communicator, others: list[int], request: Exchang
         flag_view(request.received).copy_(flag)
         return lambda: (flag_of(request.sent), int(flag.sum()))
 
-    return works, finish
+    return lambda: [communicator.allreduce([total]), communicator.allreduce([flag], largest)], finish
 
 
 def _bytes_sent(request: ExchangeRequest, members: int) -> int:

@@ -277,12 +277,11 @@ class NewcomerTransport(ProcessGroupTransport):
             first: the first round of this process.
         """
         assert self._members is not None
-        assert self.neighbours is not None
         self._members.enter(calls, first)
         self.meet(incarnations)
         deadline = time.monotonic() + self._known.dead_after / 2
         while time.monotonic() < deadline:
-            seen = self.neighbours.look()
+            seen = self._known.look()
             if seen.living | seen.lost >= incarnations.keys():
                 break
             time.sleep(_LOOK)

@@ -29,7 +29,6 @@ __all__ = ["WireExchanges"]
 _STRIDE = 2**18
 # Seconds after which it does.
 _STRIDE_FOR = 1e-3
-
 # Rounds of groups whose chunks are counted: more than are in flight.
 _ROUNDS = 256
 
