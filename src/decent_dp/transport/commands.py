@@ -26,7 +26,7 @@ _BEAT = 1.0
 
 class Clock:
     """The monotonic clock, which stands still while this process, or the transport's thread, is stopped: nobody could be heard,
-    so no peer is silent or late for that.
+    so no peer is silent or late for that. It never goes back.
 
     Attributes:
         interval: seconds between two heartbeats, and the most between two looks.
@@ -41,7 +41,7 @@ class Clock:
 
     def now(self) -> float:
         looked, stopped = self._state
-        return min(time.monotonic(), looked + 2 * self.interval) - stopped
+        return min(time.monotonic(), looked + self.interval) - stopped
 
     def look(self) -> None:
         """The thread goes on: called before it reads what has come meanwhile."""
@@ -49,9 +49,9 @@ class Clock:
         late = now - looked - self.interval
         if late > self.interval:
             stopped += late
-        self._state = now, stopped
         if late > self._hole:
             self._woke = now - stopped
+        self._state = now, stopped  # last: who has seen it sees that this process was stopped
 
     def woke(self) -> float:
         """When this process last went on after a stop in which it became a hole; -inf for never."""
