@@ -17,6 +17,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ import zmq
 import decent_dp
 from decent_dp.topo import Edge
 from decent_dp.transport import ProcessGroupTransport, addresses, rendezvous
+from decent_dp.transport.dialling import Dialler
 from decent_dp.transport.messages import (
     BULK,
     CONTROL,
@@ -38,10 +40,25 @@ from decent_dp.transport.messages import (
 )
 from decent_dp.transport.pace import Pace
 from decent_dp.transport.peer_errors import UnreachableError
+from decent_dp.transport.peer_links import LinkState
 from decent_dp.transport.router import Router
 from decent_dp.transport.sockets import _OPEN, Channel, Curve, Event, Sockets, _inode_of
 from tests.helpers import wait_for
-from tests.wires import HEARD, SECONDS, SECRET, Net, Unwired, content, make_doorman, receive, send, stranger
+from tests.wires import (
+    HEARD,
+    SECONDS,
+    SECRET,
+    Net,
+    Unwired,
+    content,
+    identity,
+    make_connections,
+    make_doorman,
+    make_links,
+    receive,
+    send,
+    stranger,
+)
 
 # -- sockets -----------------------------------------------------------------------------------------------------------------
 
@@ -364,6 +381,21 @@ def test_who_could_not_be_reached_is_tried_again_for_a_time(comes_back):
         seconds = time.monotonic() - began
         assert seconds < 1.5 if comes_back else 0.5 < seconds < 3
         assert comes_back or isinstance(net.wires[1].why_lost(0), UnreachableError)
+
+
+def test_a_stop_of_this_process_makes_nobody_silent_whom_it_has_just_dialled(monkeypatch):
+    now, connections = 100.0, make_connections(0, make_links(now=lambda: now))
+    credentials: Any = SimpleNamespace(identity=identity(0))
+    dialler = Dialler(credentials, Mock(dead_after=10.0), Mock(), connections, Mock(), SECONDS)
+    link = connections.links.to(1)
+    connections.links.needed.add(1)
+    dialler.look()
+    after = time.monotonic() + 60.0
+    monkeypatch.setattr(time, "monotonic", lambda: after)
+    now = 101.0
+    dialler._fail(dialler._wanted[1], UnreachableError("there", "timed out"))
+    assert link.state is LinkState.BROKEN
+    assert link.silence(now) == 1.0
 
 
 def attempt(net: Net, silent: socket.socket) -> Any:

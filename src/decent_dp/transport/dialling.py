@@ -57,8 +57,8 @@ class _Wanted:
     """A peer to which a connection is needed.
 
     Attributes:
-        since: when it was first.
-        due: when it is dialled next; infinite while it is being dialled.
+        since: when it was first, on the clock of the links.
+        due: when it is dialled next, on the monotonic clock; infinite while it is being dialled.
         pause: seconds between the last two tries.
         ends: both connections of the try that goes on; ``deadline``: of it; ``where``: the peer listens, for errors.
     """
@@ -126,7 +126,7 @@ class Dialler:
         for peer in (self._links.needed | lost) - self._wanted.keys():
             link = self._links.to(peer)
             waits = link.state is LinkState.NEW and not self.goes_first(peer)
-            self._wanted[peer] = _Wanted(link, now, now + _OTHER_FIRST if waits else 0.0)
+            self._wanted[peer] = _Wanted(link, self._links.clock.now(), now + _OTHER_FIRST if waits else 0.0)
         self._links.needed.clear()
         for peer, wanted in list(self._wanted.items()):
             if now >= wanted.deadline:
@@ -259,10 +259,10 @@ class Dialler:
         is_greeting = isinstance(error, (GreetingError, TimeoutError))
         if link.state is LinkState.NEW and (
             # Where a greeting fails, the peer may get through itself, if it needs this worker, too, by now.
-            not is_greeting or self.goes_first(peer) or time.monotonic() - wanted.since >= self._timeout
+            not is_greeting or self.goes_first(peer) or link.clock.now() - wanted.since >= self._timeout
         ):
             link.enter(LinkState.BROKEN)
-            link.heard = link.clock.now() - (time.monotonic() - wanted.since)
+            link.heard = wanted.since
         if link.refused and not was_refused:
             # Its process has ended, or a firewall answers in its place: it counts as dead sooner than one that is silent.
             link.heard = min(link.heard, link.clock.now() - (1 - _ENDED) * self._sockets.dead_after)
