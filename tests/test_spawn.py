@@ -295,3 +295,20 @@ def test_the_pages_notebook(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     shown = [line.removeprefix("# > ") for line in block.code.splitlines() if line.startswith("# > ")]
     assert shown == done.stdout.splitlines()
+
+
+def test_the_library_is_found_where_the_caller_has_found_it(tmp_path):
+    """A script may have changed ``sys.path``, on which the library is by that alone."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "decent_dp").symlink_to(ROOT / "src" / "decent_dp")
+    (tmp_path / "script.py").write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(tmp_path / 'own')!r})\n"
+        "import decent_dp, decent_dp.launch\n"
+        "def place():\n"
+        "    return decent_dp.__file__\n"
+        "if __name__ == '__main__':\n"
+        "    print(decent_dp.__file__, *decent_dp.launch.spawn(place, 1))\n"
+    )
+    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=300, env=CLEAN)
+    assert done.stdout.split() == 2 * [str(tmp_path / "own" / "decent_dp" / "__init__.py")], done.stderr

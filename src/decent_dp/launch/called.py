@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable
-from multiprocessing import spawn as preparing
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch.distributed as dist
 
@@ -41,13 +40,10 @@ def dumped(values: Any, by_value: bool) -> bytes:
         ) from error
 
 
-def main(folder: str) -> None:
-    """Calls what is in the file ``call`` of the folder, and writes the pickled result to the file with this rank for a name."""
-    with open(os.path.join(folder, "call"), "rb") as file:
-        by_value, parents = pickle.load(file)
-        preparing.prepare(parents)  # its main module, under the name that its functions were pickled with
-        initialize_dist()
-        fn, args = pickle.load(file)
+def main(folder: str, call: BinaryIO, by_value: bool) -> None:
+    """Calls what is in the file ``call``, and writes the pickled result to the folder's file with this rank for a name."""
+    initialize_dist()
+    fn, args = pickle.load(call)
     result = dumped(fn(*args), by_value)
     path = os.path.join(folder, os.environ["RANK"])
     with open(f"{path}.part", "wb") as file:

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import json
 import os
+import pickle
 import runpy
 import signal
 import sys
@@ -17,6 +18,7 @@ import time
 import traceback
 import types
 from collections.abc import Sequence
+from multiprocessing import spawn as preparing
 from typing import Any
 
 __all__ = ["last_line", "main", "note"]
@@ -33,9 +35,12 @@ def main(argv: list[str]) -> None:
     os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"], *argv = argv
     if argv[0] == "--call":
         try:
-            from decent_dp.launch import called
+            with open(os.path.join(argv[1], "call"), "rb") as file:
+                by_value, parents = pickle.load(file)
+                preparing.prepare(parents)  # the caller's path, by which alone this package may be found; its main module
+                from decent_dp.launch import called
 
-            called.main(argv[1])
+                called.main(argv[1], file, by_value)
         except BaseException as error:
             # While the frames still live: what ends with them, the others will notice later.
             note(error, own=(__file__, os.path.join(os.path.dirname(__file__), "called.py")))
