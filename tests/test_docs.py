@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import gc
+import inspect
 import io
 import itertools
 import json
@@ -28,6 +29,7 @@ from typing import Any
 import pytest
 from torch._C._profiler import _ExperimentalConfig
 
+from decent_dp.rules import Rule
 from tests.helpers import ROOT
 from tests.sharded_cases import CPUS_CAN_SHARD
 
@@ -462,6 +464,12 @@ def test_the_page_of_all_arguments_is_that_of_the_docstrings():
     assert reference.PAGE.read_text(encoding="utf-8") == reference.make_page(), "run `python -m benchmarks.reference`"
 
 
+def test_every_method_of_a_rule_is_on_its_page():
+    for verb in (name for name, value in vars(Rule).items() if not name.startswith("_") and callable(value)):
+        arguments = [name for name in inspect.signature(getattr(Rule, verb)).parameters if name != "self"]
+        assert f"| `{verb}({', '.join(arguments)})` |" in text_of("docs/rules.md"), verb
+
+
 def text_of(path: str) -> str:
     return (ROOT / path).read_text(encoding="utf-8")
 
@@ -523,3 +531,13 @@ def test_pages_are_few_and_short():
     assert len(USERS) <= 26
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 700
     assert len((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split()) <= 1500
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *USERS], ids=page_id)
+def test_a_page_begins_with_what_to_type_and_fits_a_narrow_screen(page):
+    before, fence, _ = re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL).partition("\n```")
+    assert fence
+    assert len(before.split()) <= 80 or page not in USERS
+    for block in blocks(page, "python", "python no-run", "bash", "diff"):
+        for line in block.code.splitlines():
+            assert len(line) <= 88 or line.lstrip().startswith("# >"), line
