@@ -269,6 +269,9 @@ MANY = {"bucket_size_in_mb": 2e-4}
 CASES: dict[str, Case] = {
     "groups": Case(grouped, {"topology": "complete", "overlap": False}, (1, 3), scheduler=decaying),
     "adam": Case(one(torch.optim.Adam, lr=0.02), {"topology": "base-2", **MANY}, scheduler=one_cycle),
+    "fused": Case(one(torch.optim.Adam, lr=0.02, fused=True), {"compression": "int8", "topology": "base-2", **MANY}, (1, 4, 5)),
+    "adafactor": Case(one(torch.optim.Adafactor, lr=0.05), {"compression": "bfloat16"}),
+    "bfloat16": Case(one(torch.optim.AdamW, lr=0.02), {"compression": "int8", **MANY}, model=Halves),
     "lbfgs": Case(one(torch.optim.LBFGS, lr=0.1, max_iter=2, history_size=3), {}, act=step_closure),
     "muon": Case(muon, {"topology": "random-matching"}, (3, 6), parts=2, scheduler=decaying, n=3),
     "two scaled": Case(halves(torch.optim.Adam, lr=0.02), {}, (1, 4, 5, 7), act=step_scaled, scaled=True, parts=2, n=3),
