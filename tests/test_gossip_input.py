@@ -212,6 +212,8 @@ IN_DDP = "is in DistributedDataParallel over 2 of 2 workers, which averages its 
 TOGETHER = {
     "DDP": (within(DDP), VALUE, IN_DDP),
     "DDP inside": (part(DDP), TYPE, "a part of the model is wrapped in DistributedData"),
+    "encrypt": (option(encrypt="yes"), TYPE, "encrypt must be None"),
+    "transport": (option(transport="auto"), TYPE, "transport must be None"),
 }
 
 

@@ -45,6 +45,23 @@ SLURM = {
 }
 
 
+def launch_by_slurm(rank: int, n: int, port: int) -> Any:
+    dist.destroy_process_group()
+    own = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0", "SLURM_JOB_ID": str(port - 20000)}
+    job = {"SLURM_NTASKS": "16", "SLURM_NNODES": "4"}  # the step is smaller
+    step_ = {"NUM_TASKS": str(n), "NUM_NODES": "1", "TASKS_PER_NODE": str(n), "NODELIST": "nowhere07"}
+    os.environ.update({**SLURM, **own, **job, **{f"SLURM_STEP_{name}": value for name, value in step_.items()}})
+    first, again = initialize_dist(), initialize_dist()
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    return first, again, float(total), os.environ["LOCAL_WORLD_SIZE"]
+
+
+def test_tasks_of_slurm_meet(workers):
+    port = free_port(range(20000 + os.getpid() % 9000, 30000))
+    assert workers(2, launch_by_slurm, port) == [((rank, 2), (rank, 2), 3.0, "2") for rank in range(2)]
+
+
 # -- reading ---------------------------------------------------------------------------------------------------------------
 
 
