@@ -7,6 +7,8 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -380,6 +382,36 @@ def test_a_folder_that_cannot_be_made_durable(tmp_path, monkeypatch, number):
 
 
 # -- several at a time -----------------------------------------------------------------------------------------------------
+
+
+def at_the_same_time(n: int, work: Callable[[int], None]) -> None:
+    start = threading.Barrier(n)
+
+    def wait_and_work(rank: int) -> None:
+        start.wait(20)
+        work(rank)
+
+    with ThreadPoolExecutor(n) as pool:
+        list(pool.map(wait_and_work, range(n)))
+
+
+def test_workers_write_into_one_folder_and_remove_from_it_at_the_same_time(tmp_path, caplog):
+    n, path = 8, tmp_path / "a" / "b"
+    for round_ in range(5):
+        name = step_name(round_, 0, round_, "run", n)
+
+        def work(rank: int, name: str = name, round_: int = round_) -> None:
+            claim(make_folder(path), "run", rank, may_take_over=False)
+            write_tree(make_folder(path / name), rank, n, tree_of(round_, rank, 5000))
+
+        at_the_same_time(n, work)
+        _, found = look(path)
+        assert complete([found]) == [name]
+        at_the_same_time(n, lambda rank, name=name: folder.write_latest(path, name, rank))  # type: ignore[misc]
+        assert names_in(path) == {"latest", "run", name}
+        at_the_same_time(n, lambda _, name=name: folder.remove(path / name))  # type: ignore[misc]
+    assert names_in(path) == {"latest", "run"}
+    assert caplog.text == ""
 
 
 def test_reading_beside_a_writer_and_pruner(tmp_path):
