@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from decent_dp.errors import PeerError
 from decent_dp.tools.cli import doctor, main
@@ -262,6 +263,21 @@ def test_a_worker_that_is_killed_meanwhile(workers: Any) -> None:
     assert [(code, out) for code, out, *_ in results] == [(1, "")] * 2
     assert re.fullmatch(2 * BROKEN_OFF, "".join(err for _, _, err, _ in results))
     assert all(seconds < 14 for *_, seconds in results)  # a silent one is waited for 16 s
+
+
+def killed_with_the_store(rank: int, n: int, port: int) -> Any:
+    """Without a launcher that hosts the store, worker 0 hosts it."""
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=n)
+    return killed_on_the_way(rank, n, 0)
+
+
+def test_worker_0_ends_with_the_store(workers: Any) -> None:
+    first, *others = workers.outcomes(3, killed_with_the_store, free_port())
+    assert first.exitcode == 9
+    assert [other.value[:2] for other in others] == [(1, "")] * 2
+    assert "Where no launcher keeps it worker 0 does: look there first." in others[0].value[2]
+    assert all(re.fullmatch(BROKEN_OFF, other.value[2]) for other in others)
 
 
 def free_port() -> int:

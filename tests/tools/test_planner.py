@@ -141,6 +141,16 @@ def test_closed_forms(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     assert form.limit in (None, found.limit)
 
 
+@pytest.mark.parametrize("local", [1, 4])
+@pytest.mark.parametrize("name", ["one-peer-exp", "complete", "alternating-exp-ring", None])
+def test_more_bandwidth_is_never_slower(name: str | None, local: int) -> None:
+    choice = Choice("ddp") if name is None else Choice("decent_dp", name)
+    work = job(jitter=0.02)
+    found = [predict(cluster(8, local, rate, 10 * rate), work, choice).step_ms for rate in (1e7, 3e7, 1e8, 2e8, 1e9, 1e11)]
+    # The order in a queue may change: a few thousandths.
+    assert all(fast <= 1.005 * slow for slow, fast in itertools.pairwise(found))
+
+
 def test_ddp_waits_for_the_slowest_of_all() -> None:
     """Without bytes, a step is the mean of the largest of n draws."""
     work = job(jitter=0.1)
