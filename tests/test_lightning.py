@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.framework_cases import Run, assert_equal_runs, collectives, copies, plain_loop, quiet_frameworks
-from tests.helpers import ROOT
+from tests.helpers import ROOT, Heard
 
 # Found rather than imported: the import takes seconds, which only the workers need to spend.
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning")
@@ -288,6 +288,9 @@ def precisions(rank: int, n: int) -> Any:
     stats = module.trainer.strategy.replica.stats()
     finite = all(bool(p.isfinite().all()) for p in module.run.params)
     found["overflow"] = (stats.rounds, stats.updates, scaler.get_scale(), finite)
+    module = cases.Module()
+    cases.fitted(rank, n, module, precision="bf16-mixed", max_epochs=1)
+    found["bf16"] = module.run.rounds
     module = cases.Adversarial()
     cases.fitted(rank, n, module, max_epochs=1)
     found["manual"] = (module.run.rounds, same(module.run.mean, module.run.params))
@@ -300,8 +303,25 @@ def test_an_overflow_on_one_worker_and_several_optimizers_leave_rounds_equal(wor
     a, b = workers(2, precisions)
     assert a["overflow"] == (8, 8, 8.0, True)
     assert b["overflow"] == (8, 7, 4.0, True)
+    assert a["bf16"] == b["bf16"] == 8
     assert a["manual"] == b["manual"] == (8, False)
     assert same(a["means"], b["means"])
+
+
+def single(rank: int, n: int) -> Any:
+    quiet_frameworks()
+    from tests import lightning_cases as cases
+
+    heard = Heard()
+    run = cases.fitted(rank, n, cases.Module())
+    assert_equal_runs(run, plain_loop(cases.shares(rank, n, 2)))
+    return heard.texts
+
+
+@pytest.mark.slow
+def test_one_worker_trains_alone_and_says_so(workers):
+    ((warning,),) = workers(1, single)
+    assert warning.startswith("one worker has no neighbours, and trains alone")
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------------
