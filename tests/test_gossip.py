@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from decent_dp import gossip
 from decent_dp.errors import PeerLostError
 from decent_dp.transport import InProcessTransport, run_replicas
-from tests.helpers import SGD, assert_same, loss, net, some_and_all, values
+from tests.helpers import DRIVERS, SGD, Driven, assert_same, loss, net, some_and_all, values
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0)
 
@@ -314,3 +314,14 @@ def test_flush_and_state_dict_are_refused_while_the_replica_is_the_mean():
     replica.flush()
     assert replica.state_dict()["round"] == 0
     replica.close()
+
+
+@DRIVERS
+def test_a_replica_that_is_closed_inside_join_stays_closed(driver):
+    """Else a wrapper would go on without updates, and without a word."""
+    driven = Driven(driver, nn.Linear(3, 2))
+    with driven.user.join():
+        driven.user.close()
+    assert driven.replica.life.closed
+    with pytest.raises(RuntimeError, match="was closed"):
+        driven.user.averaged().__enter__()

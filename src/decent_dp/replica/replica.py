@@ -141,7 +141,7 @@ class Calls:
 
         A worker that has run out of batches goes on mixing, without steps, until all have. A worker may have no batch.
         """
-        replica = self.replica
+        replica, engine = self.replica, self.replica.engine
         if replica.life.joining:
             raise RuntimeError("join() was entered inside join(): one is enough, around the loop.")
         replica.apply_pending()
@@ -150,12 +150,12 @@ class Calls:
             yield
             replica.apply_pending()
             replica._follow_others()
-            replica.life.state = State.RUN_OUT
-            joins = replica.cadence.joins
-            finish_together(replica.world, replica.engine, joins, replica._mix_only, replica._tell_between_rounds)
-            replica.cadence.joins += 1
+            if not replica.life.closed:  # close() was not called in the block
+                replica.life.state, joins = State.RUN_OUT, replica.cadence.joins
+                finish_together(replica.world, engine, joins, replica._mix_only, replica._tell_between_rounds)
+                replica.cadence.joins += 1
         except Exception as error:
-            replica.world.report(f"{type(error).__name__} in round {replica.engine.round}: {error}")
+            replica.world.report(f"{type(error).__name__} in round {engine.round}: {error}")
             raise
         finally:
             if not replica.life.closed:
