@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import zmq
+from torch import nn
 
+from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
 from decent_dp.transport import ProcessGroupTransport, addresses, peer_errors, rendezvous
 from decent_dp.transport.peer_errors import Notes, UnreachableError, peer_error
@@ -27,7 +29,7 @@ from decent_dp.transport.rendezvous import Rendezvous, RunRecord
 from decent_dp.transport.sockets import Sockets
 from decent_dp.transport.store import StoreClient
 from decent_dp.transport.waiter import Waiter
-from tests.helpers import broken_store, silent_store
+from tests.helpers import SGD, batch, broken_store, listening, silent_store
 
 # -- small parts -----------------------------------------------------------------------------------------------------------
 
@@ -372,3 +374,25 @@ def test_at_the_limit_of_open_files_the_peer_is_not_blamed(monkeypatch):
         addresses.find(rendezvous, 1, 5.0)
     error = peer_error(caught.value, [1], "round 0, bucket 1", notes_of(store, 0), rendezvous.run.timeout)
     assert str(error).startswith("this process cannot open a connection to worker 1, which round 0, bucket 1 needs: Too many")
+
+
+def on_one_node(rank: int, n: int) -> Any:
+    """The sockets of the network that training opens. SyncBatchNorm is only evaluated, as it trains on GPUs alone."""
+
+    def made(*_: Any) -> Any:
+        raise AssertionError("a communicator was made")
+
+    before = listening()
+    dist.ProcessGroupGloo = made  # type: ignore[misc]
+    net_ = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)))
+    model = DecentralizedDataParallel(net_, SGD, topology="one-peer-exp")
+    model.eval()
+    for t in range(3):
+        model(batch(t, rank)[0]).square().mean().backward()
+    opened, rounds = listening() - before, model.stats().rounds
+    model.close()
+    return opened, rounds
+
+
+def test_on_one_node_there_is_nothing_that_others_could_reach(workers):
+    assert workers(2, on_one_node) == [(set(), 3)] * 2
