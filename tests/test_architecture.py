@@ -305,11 +305,11 @@ LINES = {
     "membership": (1632, 1100),
     "replica": (5531, 2500),
     "backward": (732, 526),  # with _gossip and ddp 1,600
-    "checkpoint": (2375, 1900),
-    "launch": (858, 500),
+    "checkpoint": (2382, 1900),
+    "launch": (859, 500),
     "logging": (663, 350),
     "integrations": (1824, 1200),
-    "tools": (5997, 4500),
+    "tools": (6006, 4500),
 }
 
 

@@ -96,6 +96,25 @@ def test_what_hangs_does_not_hold_a_close(tmp_path, monkeypatch, at_error):
     model.close()
 
 
+def test_workers_that_do_not_save_do_not_hold_a_close(tmp_path, monkeypatch):
+    """Less than the timeout, which is half an hour by default: one worker alone has called save(), and the others live on."""
+    monkeypatch.setattr(saver, "_AT_EXIT", 0.2)
+    closed = threading.Event()
+
+    def work(transport: InProcessTransport) -> None:
+        model = DecentralizedDataParallel(net(), SGD, transport=transport)
+        if transport.rank == 0:
+            saving, began = save(model, tmp_path, wait=False), time.monotonic()
+            saver.saver_of(model.replica).closing()
+            closed.set()
+            assert time.monotonic() - began < 8
+            assert "was not complete 0.2 s after close(): this worker's disk hangs, or is slow, or not all" in str(saving.error)
+        assert closed.wait(45)
+        model.close()
+
+    run_replicas(2, work, timeout=10.0)
+
+
 def test_a_close_that_comes_while_old_checkpoints_are_removed_blames_no_file(tmp_path, monkeypatch, caplog):
     hangs = threading.Event()
     monkeypatch.setattr(saver.folder, "prune", lambda *_: hangs.wait(50))

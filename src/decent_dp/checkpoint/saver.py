@@ -41,8 +41,9 @@ _log = logging.getLogger(__name__)
 # The argument ``model`` of this package's functions: the wrapper, or the result of ``decent_dp.gossip``.
 Trained: TypeAlias = DecentralizedDataParallel | Replica
 
-# Seconds that a worker which an error ends waits for the saves in flight.
-_AT_ERROR = 2.0
+# Seconds that a worker which ends waits for the others, which may live on without having called save(...); and if an error ends
+# it, for its own disk, too.
+_AT_EXIT, _AT_ERROR = 30.0, 2.0
 _LOCK = threading.Lock()
 
 
@@ -135,7 +136,8 @@ class Saving:
         self.path = path
         # Of this save of its replica, from 0; of the replica; the ranks of those that write its shards.
         self._number, self._round, self._workers = number, round_, workers
-        # The result is the error, or None.
+        # This worker has written its shard, or could not. Of the save, the result is the error, or None.
+        self._written = threading.Event()
         self._over: futures.Future[Exception | None] = futures.Future()
         self._is_complete = self._raised = False
 
@@ -293,11 +295,15 @@ class Saver(Listener):
         self._roots[os.path.realpath(path)] = _Root(folder.attempt_of(sights), True, complete, known)
 
     def closing(self, at_error: bool = False) -> None:
-        """Waits for the saves in flight up to the timeout; two seconds if an error ends the interpreter (``at_error``)."""
-        limit = _AT_ERROR if at_error else self._transport.timeout
-        futures.wait([saving._over for saving in self._in_flight], limit)
+        """Waits for this worker's own disk up to the timeout, and then for the others up to half a minute. ``at_error``: two
+        seconds for each, as an error ends the interpreter."""
+        own = _AT_ERROR if at_error else self._transport.timeout
+        others = min(own, _AT_EXIT)
+        written = [saving for saving in self._in_flight if saving._written.wait(own)]
+        futures.wait([saving._over for saving in written], others)
         for saving in self._in_flight:
             if not saving.done:
+                limit = others if saving in written else own
                 late = PeerTimeoutError(
                     f"{saving.path} was not complete {limit:g} s after close(): this worker's disk hangs, or is slow, or not "
                     "all workers have called save(...)."
@@ -320,6 +326,7 @@ class Saver(Listener):
     def _run(self, saving: Saving, shard: _UnwrittenShard | BaseException) -> None:
         """Writes a shard, or tells the others why this worker refuses the save."""
         own = shard if isinstance(shard, BaseException) else self._write(saving.path, shard)
+        saving._written.set()
         error: Exception | None = None
         try:
             self._wait_for_reports(saving, own)

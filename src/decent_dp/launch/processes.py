@@ -164,7 +164,8 @@ class _Worker:
         self._note.unlink(missing_ok=True)
         line = [sys.executable, script.__file__, str(attempt + self.restarts), str(max_restarts), *command]
         # A session of its own: Ctrl-C reaches it once, from the launcher. It is also its process group.
-        self.process = subprocess.Popen(line, env=self._environ, start_new_session=True)
+        stdin = None if self._result is None else subprocess.DEVNULL  # a worker of spawn is no program of its own
+        self.process = subprocess.Popen(line, env=self._environ, stdin=stdin, start_new_session=True)
 
     @property
     def code(self) -> int | None:

@@ -193,7 +193,7 @@ class StoreEntries(PlaceOfStatuses):
         last = self._store.add("runs", 0)
         numbers = range(max(1, last - _RUNS + 1), last + 1)
         runs = [Status.from_json(read_text(self._store, f"run/{number}") or "") for number in numbers]
-        return [run for run in runs if run is not None and self.statuses(run)]
+        return [run for run in runs if run is not None and any(self._text(run.run, rank) for rank in range(run.world_size))]
 
     def _text(self, run: str, rank: int) -> str:
         return read_text(self._store, f"status/{run}/{rank}") or ""

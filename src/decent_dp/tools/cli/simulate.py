@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["EXAMPLES", "simulate"]
 
+# Samples of all workers in one step: about 3 GB for the digits' network.
+_MOST_SAMPLES = 2**20
 # No run recovers from such a mean loss; guessing one of ten classes costs 2.3.
 _RUINED = 1000.0
 
@@ -63,6 +65,11 @@ def simulate(
 
     with refusing():
         check_choice("--data", data, ("digits",))
+        if n * batch > _MOST_SAMPLES:
+            raise ValueError(
+                f"--batch {batch} of {n} workers are {n * batch:,} samples per step, more than the limit of {_MOST_SAMPLES:,} "
+                f"samples in memory; write --batch {max(1, _MOST_SAMPLES // n)} or less"
+            )
         settings = Simulation(
             topology=topology,
             n=n,

@@ -29,6 +29,8 @@ def read_measured(path: str | Path) -> dict[str, Any]:
         return _summarize(json.loads(text))
     except OSError as error:
         why = f"cannot be read ({error.strerror or type(error).__name__})"
+    except json.JSONDecodeError as error:
+        why = f"is no JSON ({error})"
     except (ValueError, RecursionError) as error:
         why = str(error).splitlines()[0]
     except (KeyError, TypeError, AttributeError, OverflowError, IndexError) as error:
