@@ -117,9 +117,9 @@ def work(rank: int, folder: str, port: int, joins: bool, dead_after: float, driv
 
         average = replica.mean.average_
 
-        def note_and_average(*args: Any) -> Any:
+        def note_and_average(*args: Any, **options: Any) -> Any:
             note(call=replica.world.control.calls, own=read().tolist())
-            return average(*args)
+            return average(*args, **options)
 
         replica.mean.average_ = note_and_average  # type: ignore[assignment, method-assign]
         while Path(f"/proc/{driver}").exists():  # else nobody ends this process
