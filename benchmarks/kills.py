@@ -121,7 +121,7 @@ def work(rank: int, folder: str, port: int, joins: bool, dead_after: float, driv
             note(call=replica.world.control.calls, own=read().tolist())
             return average(*args, **options)
 
-        replica.mean.average_ = note_and_average  # type: ignore[assignment, method-assign]
+        replica.mean.average_ = note_and_average  # type: ignore[method-assign]
         while Path(f"/proc/{driver}").exists():  # else nobody ends this process
             time.sleep(PACE)
             order = board.order
