@@ -58,6 +58,24 @@ def told(done: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(done.stdout)
 
 
+def read_input() -> str:
+    return sys.stdin.read()
+
+
+def test_workers_do_not_read_the_input_of_their_caller():
+    mine, other = os.pipe()
+    os.write(other, b"typed")
+    os.close(other)
+    before = os.dup(0)
+    os.dup2(mine, 0)
+    try:
+        assert spawn(read_input, 1) == [""]
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
+        os.close(mine)
+
+
 @pytest.mark.slow
 def test_a_notebooks_function_runs_on_each_worker(tmp_path):
     """With the notebook's variables, functions and classes, after autograd ran there; and nothing remains."""
