@@ -478,21 +478,25 @@ def test_means_in_the_middle_of_exchanges(driver):
             assert distance == pytest.approx((sum(squares) / 3) ** 0.5, rel=1e-4)
 
 
-def test_reverting_without_a_backup():
+def test_reverting_without_a_backup_does_nothing_and_says_so(caplog):
     model = alone(net())
-    with pytest.raises(RuntimeError, match="nothing to revert"):
+    for drop in (
+        lambda: None,
+        lambda: model.global_avg(will_revert=False),
+        lambda: (model.global_avg(), model.load_state_dict(net(1).state_dict())),
+        lambda: (model.global_avg(), loss(model, 0).backward()),
+        lambda: (model.global_avg(), model.revert_global_avg()),
+    ):
+        drop()
+        before = values(model)
+        caplog.clear()
         model.revert_global_avg()
-    model.global_avg(will_revert=False)
-    with pytest.raises(RuntimeError, match="nothing to revert"):
-        model.revert_global_avg()
-    model.global_avg()
-    model.load_state_dict(net(1).state_dict())
-    with pytest.raises(RuntimeError, match="nothing to revert"):
-        model.revert_global_avg()
-    model.global_avg()
-    loss(model, 0).backward()
-    with pytest.raises(RuntimeError, match="nothing to revert"):
-        model.revert_global_avg()
+        assert_same(before, model)
+        assert "there is no backup" in caplog.text
+
+
+def test_a_load_inside_averaged_stays():
+    model = alone(net())
     with model.averaged():
         model.load_state_dict(net(1).state_dict())
     assert_same(model, net(1))

@@ -339,25 +339,6 @@ def test_a_state_dict_whose_keys_the_modules_rename_does_not_warn(make, caplog):
     assert "so nothing is loaded: its first is '3.kernel'" in caplog.text
 
 
-# -- small things ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_second_revert_does_nothing_and_says_so(caplog):
-    model = alone(net())
-    loss(model, 0).backward()
-    model.global_avg()
-    model.revert_global_avg()
-    loss(model, 1).backward()
-    before = values(model)
-    model.revert_global_avg()
-    assert_same(before, model)
-    assert "called again without a global_avg()" in caplog.text
-    for drop in (lambda: model.global_avg(will_revert=False), lambda: (model.global_avg(), loss(model, 2).backward())):
-        drop()
-        with pytest.raises(RuntimeError, match="nothing to revert"):
-            model.revert_global_avg()
-
-
 # -- whole programs --------------------------------------------------------------------------------------------------------
 
 

@@ -170,8 +170,6 @@ class DecentralizedDataParallel(Calls, nn.Module):
         self.replica: BackwardReplica = start_replica(model, opened, owned, check, make)
         self.module = model
         self.training = model.training
-        # Whether no mean has followed the last ``revert_global_avg``, so that another one has nothing to do.
-        self._was_reverted = False
         # Existing scripts read these two.
         self._optims, self._lr_schedulers = self.replica.optimizers, self.replica.schedulers
         self.register_load_state_dict_pre_hook(insert_module)  # type: ignore[no-untyped-call]
@@ -294,26 +292,21 @@ class DecentralizedDataParallel(Calls, nn.Module):
             distances = mean.average_("global_avg", keep=[*replica.parameters.params, *mean.buffers])
         else:
             distances = replica.become_mean("global_avg")
-        self._was_reverted = False
         return float(sum(float(d) for d in distances) ** 0.5) if return_d2c else None
 
     def revert_global_avg(self) -> None:
-        """Undoes ``global_avg``: parameters and buffers. A second call, without a ``global_avg`` in between, does nothing.
+        """Undoes ``global_avg``: parameters and buffers. Without a backup it does nothing and logs a warning.
 
-        Raises:
-            RuntimeError: there is no backup: none was requested, or an update or a load has dropped it.
+        There is no backup where none was requested, after its use, and after an update or a load.
         """
         mean = self.replica.mean
-        if mean.backup is None and self._was_reverted:
-            _log.warning("revert_global_avg() was called again without a global_avg() in between: it did nothing.")
-        elif mean.backup is None:
-            raise RuntimeError(
-                "there is nothing to revert: call global_avg() (with will_revert=True) first. An update or a load after it "
-                "drops the backup."
+        if mean.backup is None:
+            _log.warning(
+                "revert_global_avg() did nothing, because there is no backup: call it once after each global_avg() (with "
+                "will_revert=True), before the next update or load, which drops the backup."
             )
         else:
             mean.revert()
-            self._was_reverted = True
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:  # type: ignore[override]  # with or without buffers is an argument of the wrapper
