@@ -71,7 +71,7 @@ class Roster:
         seat: this worker's position in the topology; -1 if it was left out and is not back yet.
         size: the number of positions.
         members: the ranks of the workers by seat; of sharded replicas, their numbers.
-        holes: the seats whose exchanges with this worker are left out at present, because they are gone or silent.
+        holes: the seats whose exchanges with this worker are left out now, because they are gone or silent.
         start: its first round, which may be ahead.
         dealt: the shares of data that belong to all rounds before ``start``, one for each seat and round (``RosterSampler``).
     """
