@@ -299,7 +299,7 @@ LINES = {
     "topo": (1717, 1400),
     "rules": (489, 600),
     "compression": (2196, 1800),
-    "optim": (1705, 1700),
+    "optim": (1708, 1700),
     "transport": (8471, 3200),
     "engine": (981, 1000),
     "membership": (1632, 1100),

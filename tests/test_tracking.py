@@ -23,7 +23,7 @@ from decent_dp.rules import MomentumTracking, OuterNesterov
 from decent_dp.tools.sim import VirtualCluster
 from decent_dp.topo import TopologyReg, make_topology
 from decent_dp.transport import run_replicas
-from tests.helpers import some_in_the_fast_tests
+from tests.helpers import SGD, loss, net, some_in_the_fast_tests
 from tests.law_cases import Linear, Varying, data, gradient, loss_of, matrix, squares, whole
 
 N, STEPS = 4, 30
@@ -738,6 +738,29 @@ def test_the_wrapper_names_the_rule_that_is_missing():
         a, b = (torch.from_numpy(array) for array in data(at.rank, 0))
         with pytest.raises(ValueError, match=r"rule=MomentumTracking\(\)"):
             (model(a) - b).square().mean().backward()
+        model.close()
+
+    run_replicas(2, run)
+
+
+def test_parameters_of_the_wrapper_may_be_frozen_before_its_optimizers_are_made(tmp_path):
+    """Their momenta are tracked all the same, and mix in the turns of their parameters: frozen at the first update, or at a
+    load, which makes new optimizers."""
+
+    def run(at: Any) -> None:
+        model = DecentralizedDataParallel(net(), SGD, topology="base-2", rule=MomentumTracking(), transport=at)
+
+        def train() -> None:
+            for t in range(3):
+                loss(model, t, at.rank).backward()
+
+        model.module[0].requires_grad_(False)
+        train()
+        save(model, tmp_path)
+        load(model, tmp_path)
+        assert len(model.replica.momenta.specs) == len(list(model.parameters()))
+        model.module[0].requires_grad_(True)
+        train()
         model.close()
 
     run_replicas(2, run)

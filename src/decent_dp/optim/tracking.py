@@ -15,7 +15,7 @@ with errors have left of a sum that should be zero is forgotten so, and the mean
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -97,12 +97,13 @@ class Tracking:
     Args:
         optimizer: steps by its momentum. Its hooks are this object's until ``close``.
         entry: of its state that is the momentum; None: as known.
+        trained: the ids of the parameters whose momenta are tracked; None: of those that require a gradient now.
 
     Raises:
         ValueError: its momentum is not known, or it has none.
     """
 
-    def __init__(self, optimizer: Optimizer, entry: str | None = None) -> None:
+    def __init__(self, optimizer: Optimizer, entry: str | None = None, trained: Container[int] | None = None) -> None:
         self._optimizer, self._entry = optimizer, momentum_of(optimizer, entry)
         self._is_named = self._entry == entry and not isinstance(optimizer, torch.optim.SGD)
         # The tracked and the own momentum of each parameter; zeros before its first step.
@@ -128,7 +129,9 @@ class Tracking:
             # A scaler would leave the gradients scaled.
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         with torch.no_grad():
-            for param in (param for group in optimizer.param_groups for param in group["params"] if param.requires_grad):
+            for param in (param for group in optimizer.param_groups for param in group["params"]):
+                if not (param.requires_grad if trained is None else id(param) in trained):
+                    continue
                 # In the parameter's order of memory on all workers, whatever was loaded.
                 zeros = torch.zeros_like(param, memory_format=torch.preserve_format).detach()
                 self._pairs[param] = zeros, zeros.clone(memory_format=torch.preserve_format)

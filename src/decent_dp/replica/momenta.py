@@ -36,9 +36,9 @@ class Momenta:
     ) -> None:
         self._shares, places = shares, {key: number for number, key in enumerate(names)}
         tracks = isinstance(rule, MomentumTracking)
-        self._tracked = [Tracking(optimizer, rule.momentum) for optimizer in optimizers] if tracks else []  # type: ignore[attr-defined]
-        # Without those that were frozen then, or are added later (the next round raises for these).
-        pairs = [pair for tracking in self._tracked for pair in tracking.momenta() if id(pair[0]) in places]
+        # Also those of parameters that are frozen at present: the workers have agreed on them.
+        self._tracked = [Tracking(optimizer, rule.momentum, places) for optimizer in optimizers] if tracks else []  # type: ignore[attr-defined]
+        pairs = [pair for tracking in self._tracked for pair in tracking.momenta()]
         pairs.sort(key=lambda pair: places[id(pair[0])])
         self.whole = [tensor for _, tensor in pairs]
         self._names = {id(param): f"{names[id(param)]} (momentum)" for param, _ in pairs}
