@@ -212,6 +212,29 @@ def test_a_note_of_another_form(tmp_path, note, message):
     assert outcome.first.time == pytest.approx(time.time(), abs=60)
 
 
+# Worker 0 gives up on worker 1, which stands still; at its end worker 1 says something else, or nothing.
+GIVEN_UP = """
+if rank == 0:
+    wait_for("ready")
+    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+        json.dump({"message": {"message": "decent_dp.errors.PeerTimeoutError: worker 1 is late"}}, file)
+    os._exit(1)
+import signal
+signal.signal(signal.SIGTERM, HANDLER)
+open("ready", "w").close()
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("handler", ["signal.SIG_IGN", "lambda *_: os._exit(5)"])
+def test_a_worker_that_the_launcher_has_ended_is_not_the_first_failure(tmp_path, monkeypatch, handler):
+    """Also one that ends in another way than by SIGTERM."""
+    monkeypatch.setattr(processes.run_workers, "__kwdefaults__", {**processes.run_workers.__kwdefaults__, "end_s": 0.5})
+    outcome, _ = run(tmp_path, GIVEN_UP.replace("HANDLER", handler), lambda _: None)
+    assert outcome.first is not None
+    assert (outcome.first.rank, outcome.first.message) == (0, "decent_dp.errors.PeerTimeoutError: worker 1 is late")
+
+
 def test_workers_end_if_another_one_cannot_be_started(tmp_path, monkeypatch):
     popen: Any = subprocess.Popen
     started: list[Any] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -35,6 +36,7 @@ class Failure:
         message: the last line of its traceback; '' if it ended without an exception.
         time: when it failed, by this machine's clock.
         trace: its traceback, if known.
+        was_ended: by the launcher, before it had failed.
     """
 
     rank: int
@@ -42,11 +44,12 @@ class Failure:
     message: str
     time: float
     trace: str = ""
+    was_ended: bool = False
 
     @property
     def follows_another(self) -> bool:
         """Whether the worker failed because another one did, or was ended by the launcher."""
-        return self.code == -signal.SIGTERM or _PEER_GONE.match(self.message) is not None
+        return self.was_ended or self.code == -signal.SIGTERM or _PEER_GONE.match(self.message) is not None
 
     def __str__(self) -> str:
         if self.message:
@@ -151,6 +154,8 @@ class _Worker:
         self.rank, self.restarts = rank, -1
         # Of its processes, each of which has one at most.
         self.failures: list[Failure] = []
+        # When the launcher has ended it, by this machine's clock.
+        self.ended = math.inf
         # The incarnation that the run knew when the present process was started.
         self._former = 0
         self._note, self._result = note, None if results is None else results / str(rank)
@@ -194,7 +199,7 @@ class _Worker:
             found = json.loads(self._note.read_text(encoding="utf-8")).get("message")
             extra = found.get("extraInfo", {})
             message, trace, when = found.get("message", ""), extra.get("py_callstack", ""), extra.get("time", when)
-        self.failures.append(Failure(self.rank, self.code, message, when, trace))
+        self.failures.append(Failure(self.rank, self.code, message, when, trace, when > self.ended))
         return self.failures[-1]
 
     def kill(self) -> None:
@@ -218,11 +223,13 @@ def _end(workers: Sequence[_Worker], number: int, seconds: float) -> None:
     """Ends the workers that still run, with what they have started."""
     running = [worker for worker in workers if worker.code is None]
     for worker in running:
+        worker.ended = time.time()
         worker.process.send_signal(number)
     deadline = time.monotonic() + seconds
     for worker in running:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            worker.process.wait(max(0.0, deadline - time.monotonic()))
+            if -number != worker.process.wait(max(0.0, deadline - time.monotonic())) < 0:
+                worker.ended = math.inf  # it was about to end by a signal of its own
         worker.kill()
         worker.process.wait()
 
