@@ -303,9 +303,9 @@ LINES = {
     "transport": (8471, 3200),
     "engine": (981, 1000),
     "membership": (1632, 1100),
-    "replica": (5531, 2500),
+    "replica": (5535, 2500),
     "backward": (732, 526),  # with _gossip and ddp 1,600
-    "checkpoint": (2382, 1900),
+    "checkpoint": (2384, 1900),
     "launch": (866, 500),
     "logging": (663, 350),
     "integrations": (1824, 1200),

@@ -19,7 +19,7 @@ from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.replica.snapshot import settle
 from decent_dp.transport import InProcessTransport, Transport, run_replicas
 from tests.checkpoint_cases import AT, KINDS, STEPS, error_of, make, on, run, seed_all, state
-from tests.helpers import SGD, alone, assert_same, loss, net, values, wait_for
+from tests.helpers import DRIVERS, SGD, Driven, alone, assert_same, loss, net, values, wait_for
 
 # -- going on exactly ------------------------------------------------------------------------------------------------------
 
@@ -74,6 +74,24 @@ class Noisy(torch.optim.SGD):
             for group in self.param_groups:
                 for param in group["params"]:
                     param.add_(0.01 * torch.randn_like(param))
+
+
+@DRIVERS
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_layer_that_is_frozen_for_a_while(driver, frozen, tmp_path):
+    """The script learns from the checkpoint whether the layer is frozen at present."""
+    one, other = Driven(driver, net()), Driven(driver, net(7))
+    one.model[0].requires_grad_(False)
+    one.step(0)
+    one.model[0].requires_grad_(not frozen)
+    one.step(1)
+    save(one.user, tmp_path, {"frozen": frozen})
+    found = load(other.user, tmp_path)
+    assert found is not None
+    other.model[0].requires_grad_(not found["frozen"])
+    assert_same(one.steps(2, 3).model, other.steps(2, 3).model)
+    for driven in (one, other):
+        driven.user.close()
 
 
 def test_a_pending_update_is_made_before_random_states_are_taken(tmp_path):

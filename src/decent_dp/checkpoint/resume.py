@@ -217,7 +217,8 @@ def _open(
 
 def _check_record(step: Path, record: Record, replica: Replica, resize: str | None) -> None:
     """Checks that the checkpoint is for this run."""
-    pairs = zip_longest(map(_describe, record.model), map(_describe, model_signature(replica.model)), fillvalue="none")
+    own = model_signature(replica.model, replica.parameters.names_by_id)
+    pairs = zip_longest(map(_describe, record.model), map(_describe, own), fillvalue="none")
     for i, (theirs, ours) in enumerate(pairs):
         if theirs != ours:
             hint = " To shard it otherwise, start from the model that export() wrote." if "placed as" in theirs + ours else ""

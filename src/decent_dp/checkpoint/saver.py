@@ -276,7 +276,8 @@ class Saver(Listener):
         if replicas.shards > 1:
             groups = [list(map(ranks.index, replicas.workers_of(whole))) for whole in replicas.whole(ranks)]
         rank = ranks.index(self._transport.rank)
-        record = Record(step, rank, len(ranks), round_, model_signature(replica.model), groups)
+        model = model_signature(replica.model, replica.parameters.names_by_id)
+        record = Record(step, rank, len(ranks), round_, model, groups)
         keys = {id(tensor): key for key, tensor in tensors.items()}
         saved = snapshot["parameters"]
         trained = {name: keys[id(saved[name])] for name in replica.parameters.names if name in saved}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from itertools import zip_longest
@@ -199,12 +199,16 @@ def worker_counts(numbers: Sequence[int], ranks: Sequence[int] | None = None) ->
     return ", ".join(f"worker {rank}: {count}" for rank, count in zip(ranks or range(len(numbers)), numbers, strict=True))
 
 
-def model_signature(model: nn.Module) -> list[list[Any]]:
-    """Returns one entry per tensor of the model, with all properties that must be equal on all workers."""
+def model_signature(model: nn.Module, trains: Container[int] | None = None) -> list[list[Any]]:
+    """Returns one entry per tensor of the model, with all properties that must be equal on all workers.
+
+    ``trains``: the ids of the parameters that train, which may be frozen for a while; None: those that require a gradient.
+    """
     entries: list[list[Any]] = []
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in tensors:
-            how, trained = placement(tensor), "trained" if tensor.requires_grad else "frozen"
+            is_trained = tensor.requires_grad if trains is None else id(tensor) in trains
+            how, trained = placement(tensor), "trained" if is_trained else "frozen"
             stride = tensor.stride() if how else TensorSpec.of(name, tensor).stride
             what = f"{trained}, {how}" if how else trained
             entries.append([kind, name, list(tensor.shape), str(tensor.dtype), list(stride), what])
