@@ -301,6 +301,21 @@ def test_a_message_goes_on_where_it_was_on_a_new_connection():
     assert wires.headers(DATA)[0].second > 0
 
 
+def test_what_is_sent_again_is_no_progress():
+    """Else a way that brings short frames and no long ones is tried for ever: a timeout counts from the last progress."""
+    wires, key = Unwired(), (0, 0, 0)
+    wires.post(key, 2**20)
+    wires.start(key, 0, 2**18, 2**20)
+    assert wires.headers(DATA)
+    wires.link.lane.moved = 0.0
+    for upto in (2**18, 2**19):
+        wires.connections.lose(wires.link, "it has brought nothing")
+        wires.open()
+        wires.start(key, 0, upto, 2**20)
+        assert wires.headers(DATA)
+        assert bool(wires.link.lane.moved) == (upto == 2**19), "what is new counts"
+
+
 @pytest.mark.parametrize("size", [2**16 - 1, 2**20])
 def test_a_message_that_is_given_up_in_doubt_costs_its_connection_if_it_was_lent(size):
     """libzmq may still read the memory, which is the caller's from now on. It has a copy of short messages."""

@@ -312,7 +312,8 @@ class Flow:
         with profiled("decent_dp.send"):
             channel.send(header, body)
         sending.written = end
-        link.lane.moved = self._now()
+        if end > sending.sent:  # what is sent again over a new connection is no progress
+            sending.sent, link.lane.moved = end, self._now()
         if end == sending.size and not sending.is_mutual and _is_light(link, sending):
             del link.lane.sendings[sending.key]
             sending.done()

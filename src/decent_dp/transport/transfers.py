@@ -57,13 +57,14 @@ class Sending(Message):
 
     Attributes:
         ready: its first bytes that are final; may grow while it is being written.
-        arrived: bytes that the peer says it has.
+        arrived: bytes that the peer says it has. ``sent``: those that were sent once, over any connection.
         lent: some of it was sent without a copy, over this connection.
     """
 
     ready: int = 0
     written: int = 0
     arrived: int = 0
+    sent: int = 0
     lent: bool = False
     queued: bool = False
 
