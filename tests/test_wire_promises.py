@@ -494,6 +494,23 @@ def test_a_socket_that_cannot_be_made_is_an_error_on_all_workers(workers):
     assert set(workers(2, has_no_descriptor)) == {"Worker 1: Too many open files"}
 
 
+@pytest.mark.parametrize("free", [0, 1])
+def test_a_worker_without_descriptors_dials_again(monkeypatch, free):
+    """``free``: sockets that can still be made."""
+    made, real = [], zmq.Socket.get_monitor_socket
+
+    def get_monitor_socket(own: Any, *args: Any) -> Any:
+        made.append(own)
+        if free < len(made) < free + 4:
+            raise zmq.ZMQError(errno.EMFILE)
+        return real(own, *args)
+
+    with Net(2) as net:
+        monkeypatch.setattr(zmq.Socket, "get_monitor_socket", get_monitor_socket)
+        net.connect()
+        assert all(stream.closed for stream in made[free : free + 3])
+
+
 def test_a_descriptor_that_is_used_anew_at_the_other_listener():
     """The events of two listeners come in no common order: the end of an old connection is not that of the new one."""
     control, bulk = Listener(), Listener()

@@ -169,7 +169,11 @@ class Socket:
         self.authenticates = self.is_router and bool(curve or password)
         if self.authenticates:
             self.zmq.set(zmq.ZAP_DOMAIN, b"decent_dp")
-        self.monitor: ZmqSocket = self.zmq.get_monitor_socket(_EVENTS)
+        try:
+            self.monitor: ZmqSocket = self.zmq.get_monitor_socket(_EVENTS)
+        except zmq.ZMQError:
+            self.zmq.close()  # else the end waits for it
+            raise
         # By descriptor: the inode, which tells whether it is the same connection still.
         self._connections: dict[int, int] = {}
         self._listening: dict[int, int] = {}
@@ -299,7 +303,10 @@ class Sockets:
         return made
 
     def _make(self, kind: int, endpoint: str, curve: Curve | None, *, beats: bool) -> Socket:
-        made = Socket(self._context, kind, curve, self.password if endpoint.startswith("tcp:") else b"")
+        try:
+            made = Socket(self._context, kind, curve, self.password if endpoint.startswith("tcp:") else b"")
+        except zmq.ZMQError as error:  # no descriptor is left
+            raise OSError(error.errno, f"{error.strerror}: {endpoint}") from None
         made.zmq.set(zmq.IPV6, "[" in endpoint)
         if beats:
             made.zmq.set(zmq.HEARTBEAT_IVL, int(1000 * self._every))
