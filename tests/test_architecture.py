@@ -306,7 +306,7 @@ LINES = {
     "replica": (5535, 2500),
     "backward": (732, 526),  # with _gossip and ddp 1,600
     "checkpoint": (2384, 1900),
-    "launch": (866, 500),
+    "launch": (868, 500),
     "logging": (663, 350),
     "integrations": (1824, 1200),
     "tools": (6006, 4500),

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from decent_dp.launch import script
 from decent_dp.launch.local import usable_cores, worker_environment
 from decent_dp.launch.processes import Failure, cause
 from decent_dp.launch.script import last_line
@@ -308,6 +309,16 @@ def test_a_module(tmp_path):
     for one in results(done, 2):
         assert (one["name"], one["spec"], one["main"]) == ("project", "project.train", "__main__")
         assert one["argv"] == [str(tmp_path / "project" / "train.py"), "--lr", "1"]
+
+
+def test_what_runs_at_exit_sees_the_exception_that_ends_a_script(tmp_path):
+    """As in Python. The library then waits for nobody, and tells the others."""
+    (tmp_path / "train.py").write_text(
+        "import atexit, sys\natexit.register(lambda: print(repr(sys.last_value)))\nraise KeyError('labels')"
+    )
+    command = [sys.executable, script.__file__, "0", "0", "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "KeyError('labels')\n")
 
 
 @pytest.mark.slow

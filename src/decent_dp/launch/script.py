@@ -79,11 +79,13 @@ _KEPT: list[types.ModuleType] = []
 
 
 def note(error: BaseException, own: Sequence[str]) -> types.TracebackType | None:
-    """Writes the exception where a launcher looks for it, in torchrun's form.
+    """Writes the exception where a launcher looks for it, in torchrun's form, and tells what runs at exit that one ends the
+    script, as Python does.
 
     Returns:
         Its traceback, without the frames of the files ``own`` that come before all others.
     """
+    sys.last_value = error
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in own:
         trace = trace.tb_next
