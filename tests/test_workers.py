@@ -460,7 +460,7 @@ def test_a_missing_peer_is_named_within_the_timeout(workers):
     outcome = workers.outcomes(3, missing_peer)[0]
     assert outcome.error == PeerTimeoutError.__name__
     assert "worker 1" in outcome.message
-    assert "model.join()" in outcome.message
+    assert "join() around the loop" in outcome.message
     assert outcome.seconds < 45  # not the group's 60 s
 
 

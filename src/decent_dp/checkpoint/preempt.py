@@ -170,7 +170,7 @@ class Preemption:
         if replica.life.joining:
             raise RuntimeError(
                 "Preemption was entered inside join(), where workers that have run out still make rounds after it: put "
-                "`with Preemption(model) as stop:` around `with model.join():`."
+                "`with Preemption(...) as stop:` around join()."
             )
         if self._signals and threading.current_thread() is not threading.main_thread():
             raise RuntimeError(

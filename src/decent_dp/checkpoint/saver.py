@@ -413,7 +413,7 @@ def _failure(texts: Mapping[int, str], workers: Collection[int]) -> Exception | 
         counts = worker_counts(rounds, list(reports))
         return OutOfStepError(
             f"save needs all workers at the same update, and they have made different numbers ({counts}). "
-            "Uneven numbers of batches need `with model.join():` around the loop, and save(...) after it."
+            "Uneven numbers of batches need join() around the loop, and save(...) after it."
         )
     first = min(reports)
     for rank, (_, name, _, _) in reports.items():

@@ -171,13 +171,13 @@ def check_same_call(control: Collectives, round_: int, factor: float, what: str,
     except errors.PeerTimeoutError as error:
         raise errors.PeerTimeoutError(
             f"not all workers called {what}: every worker must call it, also where only one uses the result (put "
-            f"`if rank == 0:` inside `with model.averaged():`, not around it). {error}"
+            f"`if rank == 0:` inside averaged(), not around it). {error}"
         ) from error
     ranks = control.ranks
     if len(set(rounds)) > 1:
         made = worker_counts(rounds, ranks)
         text = f"{what} needs all workers at the same update, and they have made different numbers ({made})."
-        members.refuse(errors.OutOfStepError(f"{text} Uneven numbers of batches need `with model.join():` around the loop."))
+        members.refuse(errors.OutOfStepError(f"{text} Uneven numbers of batches need join() around the loop."))
     odd = next((i for i, own in enumerate(factors) if own != factors[0]), None)
     if odd is not None:
         raise errors.DisagreementError(

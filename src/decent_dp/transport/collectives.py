@@ -267,7 +267,7 @@ class Collectives:
             if now - last > self._timeout:
                 if self._explain is not None and (apart := [r for r in missing if self._plane.view(r) is PeerView.PENDING]):
                     raise self._explain(apart, call)  # they cannot be reached
-                advice = "Make the same calls on every worker. Uneven numbers of batches need `with model.join():`."
+                advice = "Make the same calls on every worker. Uneven numbers of batches need join() around the loop."
                 raise PeerTimeoutError(f"{text} {advice}")
             _log.warning("%s It is waited for, as it makes rounds. Is this call made on every worker?", text)
             is_said = True

@@ -121,7 +121,7 @@ class LocalHub:
                     raise PeerLostError(f"worker {min(gone)} is gone; it was needed for {what}.")
                 raise PeerTimeoutError(
                     f"worker {absent[0]} sent nothing for {what} within {self.timeout:g} s. It is slower than that, or it "
-                    "has made fewer updates: uneven numbers of batches need `with model.join():`."
+                    "has made fewer updates: uneven numbers of batches need join() around the loop."
                 )
             if any(value is None for value in found.values()):
                 del self._values[key]

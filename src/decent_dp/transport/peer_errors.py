@@ -148,10 +148,10 @@ def peer_error(error: Exception, ranks: Sequence[int], what: str, notes: Notes, 
     if isinstance(error, TimeoutError) or "timed out" in text or "timeout" in text:
         return PeerTimeoutError(
             f"{who} sent nothing for {what} within the process group's timeout of {timeout:g} s. It is "
-            "slower than that, or it has made fewer updates: uneven numbers of batches need `with model.join():`."
+            "slower than that, or it has made fewer updates: uneven numbers of batches need join() around the loop."
             f"{said}"
         )
     return PeerLostError(
-        f"{who} is gone, and {what} needed it: it raised, was killed, or had fewer batches (then use `with model.join():`)."
+        f"{who} is gone, and {what} needed it: it raised, was killed, or had fewer batches (then put join() around the loop)."
         f"{said}"
     )
