@@ -511,12 +511,18 @@ def test_a_step_that_a_scaler_skips_changes_no_momentum(kind):
     run_replicas(2, run)
 
 
+class WithUnused(Linear):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.zeros_like(self.upper))
+
+
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path, kind):
-    """And another number of workers goes on with the mean."""
+    """Also with a parameter that nobody uses. And another number of workers goes on with the mean."""
 
     def run(at: Any, loads: bool) -> tuple[np.ndarray, ...]:
-        job = Job(at, kind).steps(0, 8)
+        job = Job(at, kind, WithUnused()).steps(0, 8)
         save(job.replica, tmp_path / str(loads))
         if loads:
             job.steps(50, 53)
@@ -524,7 +530,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path, kind):
         return job.steps(8, 14).end()
 
     def go_on(at: Any) -> tuple[np.ndarray, ...]:
-        job = Job(at, kind)
+        job = Job(at, kind, WithUnused())
         load(job.replica, tmp_path / "False", resize="mean")
         return job.steps(0, 3).end()
 

@@ -208,16 +208,16 @@ class Tracking:
             local(tensor).zero_()
 
     @torch.no_grad()
-    def drop_unsaved(self) -> bool:
+    def drop_unsaved(self) -> list[Tensor]:
         """After a load of the whole run: momenta of parameters that had not stepped when it was saved begin with zeros.
 
         Returns:
-            Whether there are any. What the mixes of others have made of them is lost.
+            These parameters. What the mixes of others that had stepped them have made of their momenta is lost.
         """
         unsaved = [param for param in self._pairs if self._optimizer.state.get(param, {}).get(self._entry) is None]
         for param in unsaved:
             self._clear(param)
-        return bool(unsaved)
+        return unsaved
 
     @torch.no_grad()
     def forget(self) -> None:

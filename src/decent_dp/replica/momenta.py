@@ -52,9 +52,9 @@ class Momenta:
         self.tensors[:] = parts_of("momentum", self.whole, self._shares)
         return [self._names[id(param)] for param in loaded if id(param) in self._names]
 
-    def drop_unsaved(self) -> bool:
-        """After a load of the whole run (``Tracking.drop_unsaved``)."""
-        return sum(tracking.drop_unsaved() for tracking in self._tracked) > 0
+    def drop_unsaved(self) -> list[str]:
+        """After a load of the whole run (``Tracking.drop_unsaved``): the names of those momenta."""
+        return sorted(self._names[id(param)] for tracking in self._tracked for param in tracking.drop_unsaved())
 
     def forget(self) -> list[str]:
         """After a change of the members (``Tracking.forget``). Returns the names of all.

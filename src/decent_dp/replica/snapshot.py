@@ -230,7 +230,9 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None]) 
             # What mixes have changed added up to zero over those that saved, by weight. A part without parameters may be one
             # worker's on all.
             is_other = "parameters" not in state or state.get("combined", False) or state.get("weight") != weight
-            if any(control.gather(replica.momenta.drop_unsaved() or is_other)):
+            found = control.gather([is_other, replica.momenta.drop_unsaved()])
+            # Momenta that nobody has saved (of parameters that nobody uses) were zeros on all.
+            if any(other or unsaved != found[0][1] for other, unsaved in found):
                 replica.momenta.forget()
         if "exchange" in state:
             _log.warning("an older version has saved this: what was in flight is dropped, which leaves the mean as it is")
