@@ -159,7 +159,7 @@ def shut_down(engine: Engine, transport: Transport, epochs: Epochs | None, owner
         return
     error = getattr(sys, "last_value", None)  # the exception that ends the interpreter, if any
     if error is not None:
-        transport.report(f"{type(error).__name__} in round {engine.round}: {error}")
+        transport.report(f"{type(error).__name__} in round {engine.round}: {error}".rstrip(": "))
     try:
         engine.drop()
     except Exception as lost:

@@ -155,7 +155,7 @@ class Calls:
                 finish_together(replica.world, engine, joins, replica._mix_only, replica._tell_between_rounds)
                 replica.cadence.joins += 1
         except Exception as error:
-            replica.world.report(f"{type(error).__name__} in round {engine.round}: {error}")
+            replica.world.report(f"{type(error).__name__} in round {engine.round}: {error}".rstrip(": "))
             raise
         finally:
             if not replica.life.closed:
