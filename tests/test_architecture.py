@@ -305,7 +305,7 @@ LINES = {
     "membership": (1632, 1100),
     "replica": (5537, 2500),
     "backward": (732, 526),  # with _gossip and ddp 1,600
-    "checkpoint": (2384, 1900),
+    "checkpoint": (2394, 1900),
     "launch": (868, 500),
     "logging": (663, 350),
     "integrations": (1824, 1200),

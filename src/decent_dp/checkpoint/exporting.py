@@ -247,9 +247,19 @@ def _write(state: dict[str, Any], path: Path) -> None:
             plain = {key: value.contiguous().clone() for key, value in state.items()}
             replace_file(path, lambda file: save_file(plain, file, metadata={"format": "pt"}))
         else:
-            replace_file(path, lambda file: torch.save(state, file))
-    except Exception as error:  # torch and safetensors raise errors of their own for a full disk
+            replace_file(path, partial(_save, state))
+    except Exception as error:  # safetensors raises one of its own for a full disk
         raise CheckpointError(f"the model could not be written to '{path}': {type(error).__name__}: {error}") from error
+
+
+def _save(state: dict[str, Any], file: Path) -> None:
+    with open(file, "wb") as raw:
+        try:
+            torch.save(state, raw)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # that the disk is full, say, of which torch's error has no word
+                raise error.__context__ from None
+            raise
 
 
 def _check_extra(key: str, value: object, path: Path) -> None:
