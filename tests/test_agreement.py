@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from decent_dp.transport.agreement import _KEPT, Agreements, PeerView
+from decent_dp.transport.control_plane import ControlPlane
 
 # Seconds of virtual time: between two looks, until a broken connection makes a worker LOST, and the end.
 LOOK, DEAD_AFTER, END = 0.1, 3.0, 60.0
@@ -457,3 +458,26 @@ def test_who_has_left_is_not_heard_by_way_of_others_either():
     views[1] = PeerView.LOST
     first.look(again=False)
     assert results == [{0: "of 0", 2: "of 2"}]
+
+
+@pytest.mark.parametrize("has_heard", [False, True])
+def test_who_is_connected_again_in_a_collective_learns_that_the_others_have_ended_it(has_heard):
+    """It waits for their parts, which do not come any more, and they wait for it in their next call."""
+    view, name, planes = PeerView.LINKED, "call/1/2", list[ControlPlane]()
+
+    def links(rank: int) -> Any:
+        made = links_of(lambda _: view, lambda peer, text: planes[peer].agreements.hear(rank, text))
+        made.call = lambda command: command()
+        return made
+
+    planes += [ControlPlane(rank, 2, links(rank)) for rank in range(2)]
+    planes[1].coming = name, (0, 1)
+    if has_heard:
+        planes[0].agreements.ask(1, name, (0, 1))
+    view = PeerView.LOST
+    assert planes[0].agree(name, "failed", among=(0, 1)).result(0) == {0: "failed"}
+    assert not planes[1].is_asked(name)
+    view = PeerView.LINKED
+    planes[1].reconnected(0)
+    assert planes[1].is_asked(name)
+    assert planes[1].agree(name, "failed", among=(0, 1)).result(0) == {0: "failed"}

@@ -300,7 +300,7 @@ LINES = {
     "rules": (489, 600),
     "compression": (2196, 1800),
     "optim": (1708, 1700),
-    "transport": (8480, 3200),
+    "transport": (8496, 3200),
     "engine": (981, 1000),
     "membership": (1632, 1100),
     "replica": (5537, 2500),

@@ -23,7 +23,7 @@ from decent_dp.replica.replica import Replica
 from decent_dp.transport import ProcessGroupTransport
 from decent_dp.transport.control_plane import ControlPlane, Courier
 from tests.helpers import assert_same, values
-from tests.members import VICTIM, N, die, die_in, is_of, make, step, survivors
+from tests.members import VICTIM, N, die, die_in, is_of, make, step, stop, survivors
 from tests.workers import _store
 
 LIVING = [0, 1, 3]
@@ -382,3 +382,35 @@ def test_training_and_calls_go_on_without_the_store(workers, tmp_path):
         assert (updates, error) == (20, "")
         assert_same(mean, found[0][1])
     assert Path(tmp_path, "model.pt").exists()
+
+
+def wakes_in_a_mean(rank: int, n: int) -> Any:
+    """One is stopped in the mean for so long that the others go on without it, and they make the next call when it is back."""
+    model, optimizer, replica = make(rank, faults=decent_dp.Tolerate(dead_after=1.0))
+    train(model, optimizer, rank, range(8))
+    if rank == VICTIM:
+        get = Courier.get
+
+        def wakes(*args: Any) -> bytes:
+            Courier.get = get  # type: ignore[method-assign]
+            stop(4.0)
+            return get(*args)
+
+        Courier.get = wakes  # type: ignore[method-assign]
+    began = time.monotonic()
+    with replica.averaged():
+        pass
+    while time.monotonic() < began + 5.0:
+        step(model, optimizer, 0, rank)
+        time.sleep(0.02)
+    began = time.monotonic()
+    replica.consensus_distance()
+    replica.close()
+    return time.monotonic() - began
+
+
+@pytest.mark.slow
+def test_a_worker_that_wakes_in_a_mean_of_before_is_told_and_holds_up_nobody(workers):
+    outcomes = workers.outcomes(N, wakes_in_a_mean)
+    assert "the others took worker 2 for gone" in outcomes[VICTIM].message
+    assert max(outcome.value for rank, outcome in enumerate(outcomes) if rank != VICTIM) < 5.0

@@ -219,6 +219,7 @@ class Agreements:
         agreement = self._get(name, among)
         agreement.heard.add(peer)
         if kind == _RESULT:
+            agreement.is_asked = True
             stands_by, texts = content
             if stands_by != agreement.stands_by and agreement.stands_by not in (-1, self._rank):
                 self._take_to(agreement.stands_by, name, agreement, texts)
@@ -247,6 +248,11 @@ class Agreements:
                     self._say(peer, name, agreement, self._rank, agreement.own, decider)
         if name in self._open:
             self._pursue(name, agreement)
+
+    def ask(self, peer: int, name: str, among: Sequence[int]) -> None:
+        """Asks a worker for the result of an agreement to which this one has not contributed yet."""
+        if self._result(name) is None:
+            self._send(peer, self._pack(_ASK, name, among, [False, []]))
 
     def look(self, *, again: bool) -> None:
         """Looks at the other workers; called once in a while as long as it is ``waiting``. ``again``: asks those that miss, and

@@ -201,6 +201,7 @@ class Collectives:
         while True:
             result: T | None = None
             self._tree.begin(self.calls << _CALL | self._call.number, self._has_failed(self._describe(what)))
+            self._plane.coming = self._name, self.ranks
             try:
                 result = make()
             except PeerLostError as error:
@@ -209,6 +210,8 @@ class Collectives:
                 self._propose(self._name, what, _FAILED)  # the others need not wait, too
                 self._call.number += 1
                 raise
+            finally:
+                self._plane.coming = None
             before = self.ranks
             texts = self._agree(what, _FAILED if result is None else _DONE)
             if result is not None and self.ranks == before and set(texts.values()) == {_DONE}:

@@ -33,7 +33,12 @@ class ControlPlane:
     Args:
         rank, incarnation: of this process.
         links: to the other workers.
+
+    Attributes:
+        coming: the name of the agreement that ends the collective in which this worker is, and who takes part; None: in none.
     """
+
+    coming: tuple[str, tuple[int, ...]] | None = None
 
     def __init__(self, rank: int, world_size: int, links: Links, incarnation: int = 0) -> None:
         self.rank, self.incarnation = rank, incarnation
@@ -111,6 +116,8 @@ class ControlPlane:
         for courier in list(self._couriers.values()):
             courier.reconnected(peer)
         self.agreements.reconnected(peer)
+        if (coming := self.coming) is not None and peer in coming[1]:
+            self.agreements.ask(peer, *coming)  # it may have gone on without this worker
 
     def close(self, cause: BaseException | None = None) -> None:
         """Nothing is decided any more. ``cause``: why, if it is not the end of the run."""
