@@ -126,7 +126,7 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
     "in process": (in_process, "ValueError", "are not in the process group that mixes"),
     "torn": (torn, "ValueError", ""),  # the texts are below
     "torn hybrid": (torn_hybrid, "ValueError", "process_group must be of whole replicas, or of the workers at one position"),
-    "made for workers": (made_for_workers, "ValueError", "here the process group has world_size=2"),
+    "made for workers": (made_for_workers, "ValueError", "is used with world_size=2"),
 }
 
 
