@@ -148,10 +148,14 @@ def parameters(folder: Path, n: int = NODES * TASKS) -> list[dict[str, torch.Ten
 
 @pytest.fixture(scope="module")
 def uninterrupted(cluster, tmp_path_factory) -> list[dict[str, torch.Tensor]]:
-    """A run that nothing disturbs, and that saves at its end only."""
+    """A run that nothing disturbs.
+
+    It saves after each step, as all runs here do: a save finishes the exchange in flight, so that runs which save after
+    different steps are not equal bit for bit.
+    """
     folder = tmp_path_factory.mktemp("uninterrupted")
     size = [f"--nodes={NODES}", f"--ntasks-per-node={TASKS}"]
-    command = ["python", TRAIN, "--folder", str(folder), "--epochs", str(EPOCHS), "--save-every", "1000000"]
+    command = ["python", TRAIN, "--folder", str(folder), "--epochs", str(EPOCHS), "--save-every", "1"]
     text = cluster.run("srun", *size, *command, env=environ(cluster))
     result = json.loads((folder / "result.json").read_text())
     assert (result["workers"], result["steps"]) == (4, STEPS)
@@ -177,7 +181,7 @@ class Job:
         cluster: Cluster,
         folder: Path,
         *options: str,
-        save_every: int = 1_000_000,
+        save_every: int = 1,
         env: Mapping[str, str] | None = None,
         arguments: Sequence[str] = (),
     ) -> None:
@@ -229,6 +233,9 @@ def assert_resumed_exactly(job: Job, expected: list[dict[str, torch.Tensor]], *,
     begins = [(int(b), int(e)) for b, e in re.findall(r"4 workers begin at batch (\d+) of epoch (\d+)", text)]
     assert len(begins) == 2, text
     assert begins[0] == (0, 0) < begins[1], text
+    if stopped:  # where the workers have stopped
+        rounds = {int(number) for number in re.findall(r"all workers stop after round (\d+)", text)}
+        assert rounds == {begins[1][0] + STEPS // EPOCHS * begins[1][1] - 1}, text
     assert json.loads((job.folder / "result.json").read_text())["steps"] == STEPS
     for found, params in zip(parameters(job.folder), expected, strict=True):
         assert found.keys() == params.keys()
@@ -246,7 +253,7 @@ def test_the_limit_on_time(cluster, uninterrupted, tmp_path):
 
 
 def test_a_worker_that_is_killed(cluster, uninterrupted, tmp_path):
-    job = Job(cluster, tmp_path, save_every=3)
+    job = Job(cluster, tmp_path)
     job.until(lambda: job.saved_step() >= 3)
     job.kill_worker(3)
     job.finish()
@@ -269,7 +276,7 @@ def test_a_job_of_more_priority(cluster, uninterrupted, tmp_path, partition):
 
 def test_a_node_that_fails(cluster, uninterrupted, tmp_path):
     """The batch script ends with the job; Slurm requeues it, and starts it when the node is back."""
-    job = Job(cluster, tmp_path, save_every=3)
+    job = Job(cluster, tmp_path)
     job.until(lambda: job.saved_step() >= 3)
     cluster.crash(2)
     job.finish()
@@ -277,7 +284,7 @@ def test_a_node_that_fails(cluster, uninterrupted, tmp_path):
 
 
 def test_a_cancelled_job_does_not_come_back(cluster, tmp_path):
-    job = Job(cluster, tmp_path)
+    job = Job(cluster, tmp_path, save_every=1_000_000)
     job.until_it_trains()
     cluster.run("scancel", str(job.number))
     job.until(lambda: job.state()["JobState"] == "CANCELLED")

@@ -366,7 +366,7 @@ class Saver(Listener):
         """Reports to all workers, and raises why the checkpoint is not complete. ``own``: this worker's error."""
         path, timeout = saving.path, self._transport.timeout
         kind = "" if own is None else "CheckpointError" if isinstance(own, OSError) else type(own).__name__
-        report = json.dumps([saving._round, path.name, kind, "" if own is None else str(own)])
+        report = json.dumps([saving._round, path.name, kind, "" if own is None else str(own)[:2000]])
         name, what = f"checkpoint/{saving._number}", f"the save {path.name}"
         late = (
             f"did not write a shard of {path.name} within {timeout:g} s: all workers must call save(...), at the same updates; "

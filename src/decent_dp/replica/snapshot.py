@@ -312,9 +312,10 @@ def _compare(replica: Replica, state: Mapping[str, Any]) -> None:
     """Compares the workers' states, and where these workers are."""
     engine = replica.engine
     order = hashlib.sha256(json.dumps(state.get("order")).encode()).hexdigest()
-    found = replica.world.control.gather([state["round"], order, engine.round if engine.buckets else None])
+    control = replica.world.control
+    found = control.gather([state["round"], order, engine.round if engine.buckets else None])
     if len({round_ for round_, *_ in found}) > 1:
-        counts = worker_counts([round_ for round_, *_ in found])
+        counts = worker_counts([round_ for round_, *_ in found], control.ranks)
         raise OutOfStepError(
             f"the workers' snapshots are of different rounds ({counts}): load on every worker what was saved at the same one."
         )
@@ -323,8 +324,8 @@ def _compare(replica: Replica, state: Mapping[str, Any]) -> None:
     running = [now for *_, now in found]
     if len(set(running)) > 1:
         raise OutOfStepError(
-            f"loading needs all workers at the same update, and they have made different numbers ({worker_counts(running)}): "
-            "start the workers again, and load then."
+            "loading needs all workers at the same update, and they have made different numbers "
+            f"({worker_counts(running, control.ranks)}): start the workers again, and load then."
         )
 
 
