@@ -303,7 +303,7 @@ LINES = {
     "transport": (8496, 3200),
     "engine": (981, 1000),
     "membership": (1632, 1100),
-    "replica": (5538, 2500),
+    "replica": (5539, 2500),
     "backward": (732, 526),  # with _gossip and ddp 1,600
     "checkpoint": (2394, 1900),
     "launch": (868, 500),
@@ -413,6 +413,7 @@ for name, logger in ours.items():
 for extra in ("matplotlib", "typer", "rich", "sklearn", "transformers", "accelerate", "lightning", "ray", "tensorboard",
               "cloudpickle", "numba"):
     assert extra not in sys.modules, extra
+assert decent_dp.checkpoint.save is decent_dp.save
 print("fine")
 """
 

@@ -180,6 +180,7 @@ BAD: dict[str, tuple[Callable[[nn.Module], Given], str, str]] = {
         VALUE,
         "CompleteTopology, every 5 updates, would never mix",
     ),
+    "overlap": (option(overlap="no"), TYPE, "overlap must be True or False, got 'no'"),
     "mix_every=0": (option(mix_every=0), VALUE, "mix_every must be a whole number of updates, at least 1, got 0"),
     "bucket -1": (
         option(bucket_size_in_mb=-1),

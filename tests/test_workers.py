@@ -242,6 +242,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "bucket size text": (both(bucket_size_in_mb="25"), TypeError, "'25'"),
     "bucket size nan": (both(bucket_size_in_mb=float("nan")), ValueError, "nan"),
     "bucket size on one": (one(bucket_size_in_mb=1), ValueError, "bucket_size_in_mb is 25.0 on worker 0 and 1.0 on worker 1"),
+    "overlap": (both(overlap="no"), TypeError, "overlap must be True or False, got 'no'"),
     "clip norm": (both(grad_clip_norm=-1.0), ValueError, "grad_clip_norm.*-1.0"),
     "nothing trains on one": (one(model=nn.Linear(2, 2).requires_grad_(False)), ValueError, "worker 1.*no trainable"),
     "no module": (both(model=3), TypeError, "torch.nn.Module"),

@@ -112,6 +112,8 @@ _HOMES = {name: f"decent_dp.{home}" for home, names in _NAMES.items() for name i
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _NAMES and not name.startswith("_"):
+        return importlib.import_module(f"decent_dp.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

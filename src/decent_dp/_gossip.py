@@ -145,7 +145,7 @@ def gossip(
         why = why_no_node(model, opened)
         mesh = describe_mesh(model) or describe_node(replica, topology, opened, on_node, ranks_in(inner, process_group), why)
         return Arguments(
-            Settings(bucket_size_in_mb, bool(overlap), check_scaler(scaler) is not None, compression, mix_every),
+            Settings(bucket_size_in_mb, overlap, check_scaler(scaler) is not None, compression, mix_every),
             topology,
             rule_for(check_rule(rule), optimizers),
             on_node,

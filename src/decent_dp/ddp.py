@@ -149,7 +149,7 @@ class DecentralizedDataParallel(Calls, nn.Module):
             scaled = check_scaler(scaler) is not None
             settings = Settings(
                 bucket_size_in_mb=bucket_size_in_mb,
-                overlap=bool(overlap),
+                overlap=overlap,
                 scaled=scaled,
                 compression=compression,
                 mix_every=mix_every,

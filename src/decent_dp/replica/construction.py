@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from decent_dp._checks import check_integer, check_number
+from decent_dp._checks import check_bool, check_integer, check_number
 from decent_dp.compression import check_compression
 from decent_dp.engine import fit_rule
 from decent_dp.faults import Tolerate, most_workers
@@ -57,6 +57,7 @@ class Settings:
         check_number(
             "bucket_size_in_mb", self.bucket_size_in_mb, "a number of MiB, or 0 (one bucket per parameter)", at_least=0.0
         )
+        check_bool("overlap", self.overlap)
         check_integer("mix_every", self.mix_every, 1, "updates")
         check_compression(self.compression)
 
