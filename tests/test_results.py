@@ -47,7 +47,7 @@ def lines_of(name: str) -> list[dict[str, Any]]:
     return lines
 
 
-LAB = ["8x1-60", "8x1-200", "4x2-100", "real-2", "real-8x1-200"]
+LAB = ["8x1-60", "8x1-200", "4x2-100", "real-2", "real-8x1-200", "zeromq/8x1-60", "zeromq/8x1-200"]
 # A table, the page that shows it, and how it is made of what lies beside it as JSON.
 TABLES: list[tuple[str, str | None, Callable[[Any], str] | None]] = [
     *((f"benchmarks/results/{name}.md", "slow-links", lambda found: report.make_markdown(found["lines"])) for name in LAB),
