@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.optim._muon import _zeropower_via_newtonschulz
 
 from benchmarks.characters import loss_fn
 from benchmarks.learning_tasks import TASKS, Task, make_task
@@ -119,6 +118,8 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        from torch.optim._muon import _zeropower_via_newtonschulz  # since torch 2.9; tests read this file with older ones, too
+
         for group in self.param_groups:
             for param in group["params"]:
                 momentum = self.state[param].setdefault("momentum_buffer", torch.zeros_like(param))

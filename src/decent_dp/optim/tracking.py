@@ -62,7 +62,7 @@ def momentum_of(optimizer: Optimizer, entry: str | None) -> str:
     name = type(optimizer).__name__
     if isinstance(optimizer, GossipAdamW):
         return "exp_avg"
-    if isinstance(optimizer, torch.optim.Muon):
+    if isinstance(optimizer, getattr(torch.optim, "Muon", ())):  # since torch 2.9
         return "momentum_buffer"
     if isinstance(optimizer, torch.optim.SGD):
         for group in optimizer.param_groups:
