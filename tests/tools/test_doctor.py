@@ -196,7 +196,7 @@ def with_a_wall(rank: int, n: int, path: str) -> Any:
 
     def impatient(self: Any, peer: int) -> Any:
         if {self.rank, peer} == {1, 2}:
-            self._transport._exchanges.policy._timeout = 0.5
+            self._transport._exchanges.policy._timeout = 1.0
         return measure(self, peer)
 
     Probe._measured = impatient  # type: ignore[method-assign]
