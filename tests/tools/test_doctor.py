@@ -183,20 +183,19 @@ def the_command(rank: int, n: int, *options: str) -> tuple[int, str, str, float]
 
 
 def with_a_wall(rank: int, n: int, path: str) -> Any:
-    if rank == 2:
-        find = process_group.find
+    find = process_group.find
 
-        def stopped(rendezvous: Any, peer: int, *more: Any) -> Any:
-            if peer == 1:
-                raise UnreachableError("10.0.0.1 port 1234", "no way there")
-            return find(rendezvous, peer, *more)
+    def stopped(rendezvous: Any, peer: int, *more: Any) -> Any:
+        if {rank, peer} == {1, 2}:  # else the other one finds a way
+            raise UnreachableError("10.0.0.1 port 1234", "no way there")
+        return find(rendezvous, peer, *more)
 
-        process_group.find = stopped
+    process_group.find = stopped
     measure = Probe._measured
 
     def impatient(self: Any, peer: int) -> Any:
         if {self.rank, peer} == {1, 2}:
-            self._transport._exchanges.policy._timeout = 1.0
+            self._transport._exchanges.policy._timeout = 0.5
         return measure(self, peer)
 
     Probe._measured = impatient  # type: ignore[method-assign]
