@@ -298,10 +298,10 @@ def test_files_have_at_most_600_lines():
 LINES = {
     "topo": (1717, 1400),
     "rules": (489, 600),
-    "compression": (2196, 1800),
+    "compression": (2205, 1800),
     "optim": (1708, 1700),
     "transport": (8496, 3200),
-    "engine": (981, 1000),
+    "engine": (988, 1000),
     "membership": (1632, 1100),
     "replica": (5539, 2500),
     "backward": (732, 526),  # with _gossip and ddp 1,600

@@ -834,15 +834,17 @@ def test_a_value_too_large_for_the_lattice_is_not_mixed(size):
         assert (second == 3 * sign).all()
 
 
-@pytest.mark.parametrize("limit", [2**7 - 1, 2**15, LARGEST_NUMBER - 1])
-def test_the_sums_are_exact(limit):
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 2**7), ("float64", 2**15), ("float64", LARGEST_NUMBER - 1)])
+@pytest.mark.parametrize("size", [2300, 2**16])
+def test_the_sums_are_exact(dtype, limit, size):
     """Workers with and without a GPU, and with and without Numba, must agree."""
-    numbers = torch.from_numpy(np.random.default_rng(limit).integers(-limit, limit, 2300, endpoint=True)).float()
+    drawn = np.random.default_rng(limit).integers(-limit, limit, size, endpoint=True)
     weights, by_column, by_row = (np.asarray(given, dtype=object) for given in sum_weights())
-    exact = [int(x) for x in numbers]  # Python's integers have no limit
-    columns = sum(x * int(weights[place % 256]) for place, x in enumerate(exact))
-    both = sum(x * int(by_column[place % 256]) * int(by_row[place // 256]) for place, x in enumerate(exact)) % PRIME
-    assert weighted_sums(numbers) == (columns, both)
+    for integers in (drawn, np.full(size, -limit)):
+        exact = [int(x) for x in integers]  # Python's integers have no limit
+        columns = sum(x * int(weights[place % 256]) for place, x in enumerate(exact))
+        both = sum(x * int(by_column[place % 256]) * int(by_row[place // 256]) for place, x in enumerate(exact)) % PRIME
+        assert weighted_sums(torch.from_numpy(integers).to(getattr(torch, dtype))) == (columns, both)
 
 
 @pytest.mark.parametrize("tree", [False, True])

@@ -425,7 +425,8 @@ class Gossip(Replica):
         """Finishes what is in flight, mixes it in, and returns the round, and the state of the rule and the compression.
 
         Called by all workers after the same step; it waits for messages that are on their way. Call it before the state dicts
-        of model and optimizers, with which a run resumes exactly. Every worker saves its own; tensors are copies.
+        of model and optimizers, with which a run resumes exactly. Every worker saves its own; tensors are copies. With
+        ``MomentumTracking`` the corrections begin with zero then; ``decent_dp.save`` keeps them.
 
         Raises:
             PeerLostError, PeerTimeoutError: a worker that this one exchanges with is gone or silent.

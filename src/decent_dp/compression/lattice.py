@@ -96,7 +96,7 @@ class Lattice:
             numbers = _round(noise, value, 1.0 / steps[i], _codes(out, block, base))
             most = largest(numbers)
             if most < LARGEST_NUMBER:  # false for NaN
-                record, found[i] = [*weighted_sums(numbers), 0.0], most * steps[i]
+                record, found[i] = [*weighted_sums(numbers.to(torch.float64)), 0.0], most * steps[i]
             elif bool(value.isfinite().all()):
                 record, found[i] = [math.inf] * FIELDS, largest(value)
             else:
@@ -113,26 +113,33 @@ class Lattice:
         blocks = self.blocks[places]
         certain, most = np.zeros(len(blocks), dtype=np.bool_), np.empty(len(blocks))
         for i, block in enumerate(blocks):
-            own, other = (_record(message, block, base).tolist() for message in (ours, theirs))
-            steps = self.difference(block, ours, theirs, base)
-            most[i] = largest(steps)
-            first, second = weighted_sums(steps)
-            # Records of what is not finite, or has no codes: every comparison with them is false. -128 is the one difference
-            # that has the same sign on both ends.
-            same = first == other[0] - own[0] and (other[1] - own[1] - second) % PRIME == 0
-            certain[i] = same and most[i] < 128
+            certain[i], most[i] = _compare(block, self.difference(block, ours, theirs, base), ours, theirs, base)
         return certain, most
 
     def mix(self, parts: Sequence[Tensor], ours: Tensor, theirs: Tensor, factors: FloatArray) -> tuple[BoolArray, FloatArray]:
         """Compares all blocks, and adds the differences that are certain, times the blocks' ``factors``, to ``parts``."""
-        certain, most = self.compare(slice(None), ours, theirs)
-        for place in np.flatnonzero(certain & (factors != 0)).tolist():
-            parts[place].add_(self.difference(self.blocks[place], ours, theirs).mul_(float(factors[place])))
+        certain, most = np.zeros(len(self.blocks), dtype=np.bool_), np.empty(len(self.blocks))
+        for i, block in enumerate(self.blocks):
+            steps = self.difference(block, ours, theirs)
+            certain[i], most[i] = _compare(block, steps, ours, theirs)
+            if certain[i] and factors[i]:
+                parts[i].add_(steps.mul_(float(factors[i])))
         return certain, most
 
     def difference(self, block: Block, ours: Tensor, theirs: Tensor, base: int = 0) -> Tensor:
         """Theirs less ours, in steps, modulo 256: a new 1-D tensor of the dtype of arithmetic."""
         return (_codes(theirs, block, base) - _codes(ours, block, base)).view(torch.int8).to(self._compute)
+
+
+def _compare(block: Block, steps: Tensor, ours: Tensor, theirs: Tensor, base: int = 0) -> tuple[bool, float]:
+    """Whether ``steps`` are the differences of a block that two messages mean, and the largest of them."""
+    own, other = (_record(message, block, base).tolist() for message in (ours, theirs))
+    most = largest(steps)
+    first, second = weighted_sums(steps)
+    # Records of what is not finite, or has no codes: every comparison with them is false. -128 is the one difference that has
+    # the same sign on both ends.
+    same = first == other[0] - own[0] and (other[1] - own[1] - second) % PRIME == 0
+    return same and most < 128, most
 
 
 def _codes(message: Tensor, block: Block, base: int) -> Tensor:
@@ -157,12 +164,14 @@ def _round(noise: Tensor, value: Tensor, inverse_step: float, codes: Tensor) -> 
 
 def weighted_sums(numbers: Tensor) -> tuple[float, float]:
     """Two weighted sums of the integers of a block. Wrong integers may cancel in the columns, but then hardly in columns and
-    rows. All partial sums are exact."""
+    rows. All partial sums are exact: in float64, or in float32 if no number is beyond 128."""
     weights, by_column, by_row = sum_weights()
-    matrix = torch.nn.functional.pad(numbers.to(torch.float64), (0, -len(numbers) % _COLUMNS)).view(-1, _COLUMNS)
-    columns = matrix.sum(0).cpu().numpy()
+    if len(numbers) % _COLUMNS:  # pad() copies where there is nothing to pad, too
+        numbers = torch.nn.functional.pad(numbers, (0, -len(numbers) % _COLUMNS))
+    matrix = numbers.view(-1, _COLUMNS)
+    columns = matrix.sum(0).cpu().numpy().astype(np.float64)
     # Not a product of matrices: its precision depends on settings and on autocast, and the two ends could disagree.
-    rows = (matrix * torch.from_numpy(by_column).to(matrix.device)).sum(1).cpu().numpy().astype(np.int64)
+    rows = (matrix * torch.from_numpy(by_column).to(matrix)).sum(1).cpu().numpy().astype(np.int64)
     return float(weights.astype(np.float64) @ columns), float(int(by_row[: len(rows)] @ rows) % PRIME)
 
 

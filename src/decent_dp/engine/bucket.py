@@ -83,6 +83,7 @@ class Bucket:
         self._outdated: set[str] = set()
         # Allocated at the first exchange, so that a single worker (n = 1) never does.
         self._messages: tuple[Tensor, Tensor] | None = None
+        self._copies: list[Tensor] | None = None
         with torch.no_grad():
             self.states = [rule.state(value) for value in self.values]
 
@@ -116,6 +117,13 @@ class Bucket:
     def propose(self, round: Round) -> list[Tensor]:
         """Returns the rule's proposal to the neighbours, one per ``compression.tensors``."""
         return [self.rule.propose(value, state, round) for value, state in zip(self.values, self.states, strict=True)]
+
+    def copied(self, proposal: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the proposal in memory that changes with the next call."""
+        if self._copies is None:
+            self._copies = [torch.empty_like(value) for value in proposal]
+        torch._foreach_copy_(self._copies, proposal)
+        return self._copies
 
     def mix(self, in_flight: InFlight, factor: float) -> None:
         """Applies the rule to the received message."""

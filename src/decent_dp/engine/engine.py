@@ -214,19 +214,18 @@ class Engine:
             edge = Edge([self._peers.rank], 1.0)
         proposal = bucket.propose(round_)
         hint = bucket.compression.hint(proposal) if bucket.compression.needs_hints else b""
-        # The proposal may be the replica itself, which moves on until an edit sees what was sent, as numbers modulo 256.
-        moves = bucket.edit is not None and bucket.compression.needs_hints
-        near = [value.clone() for value in proposal] if moves else proposal
         handle = None
         if bucket.compression.pairs_only or schedule.weights_of(bucket.topology) is not None:
             self._refuse_groups(bucket, round_.number)
         if len(edge.ranks) > 1:
             meeting = schedule.meetings(bucket.topology, round_.number, edge.ranks)
             bucket.compression.begin(tuple(sorted(edge.ranks)), self._peers.rank, meeting)
+            if bucket.compression.needs_hints:  # the others may be slower, and this replica moves on
+                proposal = bucket.copied(proposal)
             request = ExchangeRequest(bucket.compression, proposal, *bucket.messages, hint, self._peers.rank, exchange_id)
             handle = self._peers.start(edge, request)
             self.counts.bytes_sent += handle.bytes_sent
-        bucket.in_flight = InFlight(round_, edge, handle, near, schedule.pull_of(bucket.topology, edge, self._peers.rank))
+        bucket.in_flight = InFlight(round_, edge, handle, proposal, schedule.pull_of(bucket.topology, edge, self._peers.rank))
 
     def advance(self) -> None:
         """Ends the round, after all buckets were started in it."""
@@ -235,7 +234,7 @@ class Engine:
     def wait_for_read(self) -> None:
         """Waits until the transport has read all values to send, so that the tensors may be written."""
         for bucket in self.buckets:
-            if bucket.in_flight is not None and bucket.in_flight.handle is not None:
+            if bucket.in_flight is not None and bucket.in_flight.handle is not None and not bucket.compression.needs_hints:
                 before = time.perf_counter()
                 bucket.in_flight.handle.wait_for_read()
                 self.counts.waited_s += time.perf_counter() - before
