@@ -83,7 +83,7 @@ class Bucket:
         self._outdated: set[str] = set()
         # Allocated at the first exchange, so that a single worker (n = 1) never does.
         self._messages: tuple[Tensor, Tensor] | None = None
-        self._copies: list[Tensor] | None = None
+        self._copies: list[Tensor] = []
         with torch.no_grad():
             self.states = [rule.state(value) for value in self.values]
 
@@ -116,12 +116,11 @@ class Bucket:
 
     def propose(self, round: Round) -> list[Tensor]:
         """Returns the rule's proposal to the neighbours, one per ``compression.tensors``."""
-        return [self.rule.propose(value, state, round) for value, state in zip(self.values, self.states, strict=True)]
-
-    def copied(self, proposal: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the proposal in memory that changes with the next call."""
-        if self._copies is None:
-            self._copies = [torch.empty_like(value) for value in proposal]
+        proposal = [self.rule.propose(value, state, round) for value, state in zip(self.values, self.states, strict=True)]
+        if not self.compression.needs_hints:
+            return proposal
+        # It is coded when the hints of the others have come, who may be slower, and this replica moves on.
+        self._copies = self._copies or [torch.empty_like(value) for value in proposal]
         torch._foreach_copy_(self._copies, proposal)
         return self._copies
 

@@ -220,8 +220,6 @@ class Engine:
         if len(edge.ranks) > 1:
             meeting = schedule.meetings(bucket.topology, round_.number, edge.ranks)
             bucket.compression.begin(tuple(sorted(edge.ranks)), self._peers.rank, meeting)
-            if bucket.compression.needs_hints:  # the others may be slower, and this replica moves on
-                proposal = bucket.copied(proposal)
             request = ExchangeRequest(bucket.compression, proposal, *bucket.messages, hint, self._peers.rank, exchange_id)
             handle = self._peers.start(edge, request)
             self.counts.bytes_sent += handle.bytes_sent
