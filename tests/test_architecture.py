@@ -301,7 +301,7 @@ LINES = {
     "compression": (2205, 1800),
     "optim": (1708, 1700),
     "transport": (8496, 3200),
-    "engine": (985, 1000),
+    "engine": (993, 1000),
     "membership": (1632, 1100),
     "replica": (5539, 2500),
     "backward": (732, 526),  # with _gossip and ddp 1,600

@@ -63,6 +63,7 @@ class Bucket:
         in_flight: the exchange that was started, or the round that this worker sits out; None before the first round.
         edit: called with the sum that is mixed in, which it may change; None for no change.
         stale: names of tensors whose values were replaced, so that the difference in flight does not belong to them.
+        sends_copies: a proposal stays as it is when the replica moves on.
     """
 
     def __init__(self, number: int, buffer: FlatBuffer, compression: type[Compression], rule: Rule, topology: Topology) -> None:
@@ -76,6 +77,9 @@ class Bucket:
         else:
             tensors = [FlatTensor(slots[0].index, plan.numel)]
         self.compression = compression(tensors, plan.dtype, plan.device)
+        # What needs hints is coded when the others are in the exchange, who may be slower. On a GPU the replica waits for them,
+        # as the kernels would stand behind those of the next backward.
+        self.sends_copies = compression.needs_hints and plan.device.type == "cpu"
         self.in_flight: InFlight | None = None
         self.edit: Edit | None = None
         self.stale: set[str] = set()
@@ -114,12 +118,16 @@ class Bucket:
 
     # -- the rule -----------------------------------------------------------------------------------------------------
 
-    def propose(self, round: Round) -> list[Tensor]:
-        """Returns the rule's proposal to the neighbours, one per ``compression.tensors``."""
+    def propose(self, round: Round, *, for_later: bool = False) -> list[Tensor]:
+        """Returns the rule's proposal to the neighbours, one per ``compression.tensors``.
+
+        Args:
+            for_later: the replica may move on before the proposal is coded.
+        """
         proposal = [self.rule.propose(value, state, round) for value, state in zip(self.values, self.states, strict=True)]
-        if not self.compression.needs_hints:
+        # An edit sees what was sent as numbers modulo 256, when the replica has moved on.
+        if not (for_later and (self.sends_copies or (self.edit is not None and self.compression.needs_hints))):
             return proposal
-        # It is coded when the hints of the others have come, who may be slower, and this replica moves on.
         self._copies = self._copies or [torch.empty_like(value) for value in proposal]
         torch._foreach_copy_(self._copies, proposal)
         return self._copies

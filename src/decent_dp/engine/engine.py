@@ -212,7 +212,7 @@ class Engine:
             self._peers.skip(edge, exchange_id)
             self.counts.holes += 1
             edge = Edge([self._peers.rank], 1.0)
-        proposal = bucket.propose(round_)
+        proposal = bucket.propose(round_, for_later=len(edge.ranks) > 1)
         hint = bucket.compression.hint(proposal) if bucket.compression.needs_hints else b""
         handle = None
         if bucket.compression.pairs_only or schedule.weights_of(bucket.topology) is not None:
@@ -230,9 +230,9 @@ class Engine:
         self.round += 1
 
     def wait_for_read(self) -> None:
-        """Waits until the transport has read all values to send, so that the tensors may be written."""
+        """Waits until the transport has read all values to send that are the tensors', so that these may be written."""
         for bucket in self.buckets:
-            if bucket.in_flight is not None and bucket.in_flight.handle is not None and not bucket.compression.needs_hints:
+            if bucket.in_flight is not None and bucket.in_flight.handle is not None and not bucket.sends_copies:
                 before = time.perf_counter()
                 bucket.in_flight.handle.wait_for_read()
                 self.counts.waited_s += time.perf_counter() - before
