@@ -59,9 +59,15 @@ BREAKAGES = [
     Breakage(
         "a worker that sits a round out uses its edge of the round before",
         "engine/engine.py",
-        "        proposal = bucket.propose(round_)\n",
+        "        proposal = bucket.propose(round_,",
         "        edge = edge if len(edge.ranks) > 1 or not self.round else bucket.topology.get_edge(self.round - 1)\n"
-        "        proposal = bucket.propose(round_)\n",
+        "        proposal = bucket.propose(round_,",
+    ),
+    Breakage(
+        "what is coded when the others' hints have come is not what was there at the start",
+        "engine/bucket.py",
+        "        torch._foreach_copy_(self._copies, proposal)\n        return self._copies\n",
+        "        return proposal\n",
     ),
     Breakage(
         "a worker that sits a round out counts no round",
