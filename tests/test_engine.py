@@ -31,10 +31,17 @@ from tests.helpers import DRIVERS, SGD, Driven, Heard, assert_same, net, values
 MANY = 2e-4  # MiB: buckets of a small model's single tensors
 
 
-def engine_of(transport: Any, topology: Topology, tensors: list[Any], rule: Rule | None = None, as_view: bool = False) -> Any:
+def engine_of(
+    transport: Any,
+    topology: Topology,
+    tensors: list[Any],
+    rule: Rule | None = None,
+    as_view: bool = False,
+    compression: str | None = None,
+) -> Any:
     """An engine with ``tensors`` in buckets, one for each dtype."""
     peers = Peers(transport, range(transport.world_size), transport.world_size)
-    engine = Engine(peers, topology, rule or Gossip(), COMPRESSIONS[None])
+    engine = Engine(peers, topology, rule or Gossip(), COMPRESSIONS[compression])
     specs = [TensorSpec.of(f"tensor {i}", tensor) for i, tensor in enumerate(tensors)]
     engine.install(engine.lay_out(specs, tensors, range(len(specs)), 2**20, as_view=as_view))
     return engine
@@ -118,6 +125,19 @@ def test_a_wait_until_values_are_read_is_counted():
     engine.buckets[0].in_flight = InFlight(Round(0), Edge([0, 1], 0.5), handle=handle)
     engine.wait_for_read()
     assert 0.05 <= engine.counts.waited_s < 5
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_worker_without_partners_copies_nothing(n):
+    def own_memory(transport: Any) -> bool:
+        tensors = [torch.ones(3)]
+        topology = CompleteTopology(1, world_size=n, rank=transport.rank)
+        engine = engine_of(transport, topology, tensors, compression="int8")
+        engine.start(engine.buckets[0])
+        (sent,) = engine.buckets[0].in_flight.near
+        return bool(sent.data_ptr() == tensors[0].data_ptr())
+
+    assert run_replicas(n, own_memory) == [n == 1] * n
 
 
 # -- the calls of a rule ---------------------------------------------------------------------------------------------------
