@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import contenders
 from benchmarks.characters import CharacterTransformer, loss_fn, text
 
 WIDTH, DEPTH, LENGTH, SAMPLES = 128, 5, 32, 8
@@ -36,8 +37,9 @@ class Run:
     """What a worker does.
 
     Attributes:
-        contender: 'alone', 'ddp', 'ddp/fp16', 'powersgd/RANK', 'post-local/H', 'diloco/H', the published package, or
-            'ours/TOPOLOGY/COMPRESSION/H', where COMPRESSION may be 'none' and H is ``mix_every``.
+        contender: 'alone', 'ddp', 'ddp/fp16', 'powersgd/RANK', 'post-local/H', those of ``benchmarks.contenders`` (as
+            'diloco/H' or 'muloco/H/BITS'), 'muon' (DDP with Muon), the published package, or 'ours/TOPOLOGY/COMPRESSION/H'
+            (also 'ours-muon/…'), where COMPRESSION may be 'none' and H is ``mix_every``.
         steps: to train, or to time.
         lr: the highest rate of the cosine schedule.
         emulated_ms: milliseconds of forward and backward on an emulated accelerator; None: real computation.
@@ -132,14 +134,17 @@ def make_training(run: Run, model: Any) -> Training:
     params = list(model.parameters())
     if kind == PUBLISHED:
         return _published(run, model, params)
-    if kind == "ours":
-        return _ours(run, model, params, *options)
-    if kind == "diloco":
-        return _diloco(run, model, params, int(options[0]))
-    leave: Callable[[], Any] = lambda: None  # noqa: E731
-    optimizer: Any = adamw(params, run)
+    if kind.startswith("ours"):
+        return _ours(run, model, params, kind, *options)
+    optimizer: Any
+    if kind == "demo":
+        optimizer = contenders.DeMo(params, run.lr, *map(int, options))
+    elif kind in ("muloco", "muon"):
+        optimizer = contenders.Muon(list(model.named_parameters()), run.lr)
+    else:
+        optimizer = adamw(params, run)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates(run))
-    if kind != "alone":
+    if kind in ("ddp", "powersgd", "post-local", "snoo", "muon"):
         # PowerSGD's hook starts collectives from callbacks: with several buckets and gloo, workers start them in other orders.
         size = 1000 if kind == "powersgd" else None
         # All models are made from one seed, and sending them once more would take minutes.
@@ -147,15 +152,33 @@ def make_training(run: Run, model: Any) -> Training:
         if kind == "post-local":
             optimizer = _post_local(run, model, optimizer, int(options[0]))
         else:
-            _compress(model, "/".join([kind, *options]))
+            _compress(model, run.contender)
+    after = _after(kind, params, [int(option) for option in options if option.isdigit()])
 
     def step(x: Tensor, y: Tensor) -> None:
         loss_fn(model, x, y).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
+        if after is not None:
+            after()
 
-    return Training(step, leave, params)
+    return Training(step, getattr(after, "close", lambda: None), params)
+
+
+def _after(kind: str, params: list[nn.Parameter], options: list[int]) -> Any:
+    """What is called after each step of the optimizer; None: nothing is."""
+    if kind == "streaming":
+        return contenders.StreamingDiLoCo(params, DEPTH, *options)
+    outer: dict[str, Any] = {
+        "diloco": contenders.OuterMean,
+        "muloco": contenders.OuterMean,
+        "snoo": contenders.Snoo,
+        "sparseloco": contenders.SparseLoCo,
+        "noloco": contenders.NoLoCo,
+        "factored": contenders.FactoredGossip,
+    }
+    return outer[kind](params, *options) if kind in outer else None
 
 
 def _compress(model: DistributedDataParallel, how: str) -> None:
@@ -184,38 +207,18 @@ def _post_local(run: Run, model: DistributedDataParallel, optimizer: torch.optim
     return PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(period=h, warmup_steps=max(1, start)))
 
 
-def _diloco(run: Run, model: nn.Module, params: list[nn.Parameter], h: int) -> Training:
-    """DiLoCo as its paper has it (arXiv 2311.08105): local AdamW, and Nesterov momentum on the mean movement of h steps."""
-    optimizer = adamw(params, run)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates(run))
-    anchor = nn.Parameter(torch.cat([param.detach().flatten() for param in params]))
-    outer = torch.optim.SGD([anchor], lr=0.7, momentum=0.9, nesterov=True)
-    count = 0
-
-    def step(x: Tensor, y: Tensor) -> None:
-        nonlocal count
-        loss_fn(model, x, y).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        count += 1
-        if count % h:
-            return
-        moved = anchor.detach() - torch.cat([param.detach().flatten() for param in params])
-        dist.all_reduce(moved)
-        anchor.grad = moved / dist.get_world_size()
-        outer.step()
-        with torch.no_grad():
-            for param, value in zip(params, torch.split(anchor, [param.numel() for param in params]), strict=True):
-                param.copy_(value.view_as(param))
-
-    return Training(step, lambda: None, params)
-
-
-def _ours(run: Run, model: nn.Module, params: list[nn.Parameter], topology: str, compression: str, h: str) -> Training:
+def _ours(
+    run: Run, model: nn.Module, params: list[nn.Parameter], kind: str, topology: str, compression: str, h: str
+) -> Training:
     import decent_dp
 
-    optimizer = decent_dp.GossipAdamW(params, lr=run.lr, weight_decay=0.01)
+    optimizer: Any
+    if kind == "ours-muon":
+        optimizer = contenders.Muon(list(model.named_parameters()), run.lr)
+    elif kind == "ours-adamw":
+        optimizer = adamw(params, run)
+    else:
+        optimizer = decent_dp.GossipAdamW(params, lr=run.lr, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates(run))
     replica = decent_dp.gossip(
         model,
@@ -267,7 +270,7 @@ def windows(data: Tensor, rng: np.random.Generator, samples: int) -> tuple[Tenso
 def mean_loss(run: Run, params: list[nn.Parameter], held_out: bool) -> float:
     """The loss of the mean of all replicas on 1024 windows, which rank 0 computes; for any contender alike."""
     mean = torch.cat([param.detach().flatten() for param in params])
-    if run.contender != "alone":
+    if run.contender != "alone":  # several may train beside one another
         dist.all_reduce(mean)
         mean /= dist.get_world_size()
     if dist.get_rank():
