@@ -1,4 +1,4 @@
-"""Low-rank messages: the differences that they give, against NumPy in float64, and whole runs with them."""
+"""Low-rank messages: the differences that they give, against NumPy in float64; whole runs with them, and with few bits."""
 
 from __future__ import annotations
 
@@ -258,6 +258,10 @@ CASES = [
     Case("ring", "mlp", "momentum", "float32", options={"compression": "low-rank:1"}),
     Case("unrepeated", "mlp", "sgd", options={"compression": "low-rank:2", "overlap": False}),
     Case("one-peer-exp", "channels-last", "momentum", options={"compression": "low-rank:2,int8", "mix_every": 2}),
+    Case("ring", "wide", "sgd", options={"compression": "1bit"}),
+    Case("one-peer-exp", "conv", "momentum", options={"compression": "2bit", "mix_every": 2}),
+    Case("base-2", "attention", "adamw", options={"compression": "4bit"}),
+    Case("unrepeated", "mlp", "momentum", "float32", options={"compression": "1bit", "overlap": False}),
 ]
 
 
@@ -278,7 +282,7 @@ def test_processes_equal_the_simulator(workers, n):
 
 
 @pytest.mark.parametrize(
-    ("topology", "compression"), some_in_the_fast_tests(["ring", "one-peer-exp"], ["low-rank:2", "low-rank:2,int8"])
+    ("topology", "compression"), some_in_the_fast_tests(["ring", "one-peer-exp"], ["low-rank:2", "low-rank:2,int8", "2bit"])
 )
 def test_a_resumed_run_is_the_same_run(topology, compression):
     n = 3 if topology == "ring" else 4
@@ -319,29 +323,31 @@ def mixing(at: InProcessTransport, compression: str, **how: Any) -> tuple[Any, t
     return model, optimizer, decent_dp.gossip(model, optimizer, **how)
 
 
-def test_a_load_on_one_worker_is_found_out(caplog):
-    """Its end of the exchange is dropped, and learns nothing from it: the bases differ, and both start anew."""
+@pytest.mark.parametrize(("compression", "rejected"), [("low-rank:2", 2), ("2bit", 4)])
+def test_a_load_on_one_worker_is_found_out(caplog, compression, rejected):
+    """Its end of the exchange is dropped, and learns nothing from it: bases or references differ, and both start anew."""
 
     def work(at: InProcessTransport) -> Any:
-        model, optimizer, replica = mixing(at, "low-rank:2")
+        model, optimizer, replica = mixing(at, compression)
         train(model, optimizer, range(4), at.rank)
         if at.rank == 0:
             model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()})
-        train(model, optimizer, range(4, 12), at.rank)
-        rejected = replica.stats().rejected
+        train(model, optimizer, range(4, 20), at.rank)
+        found = replica.stats().rejected
         replica.close()
-        return rejected, [param.detach().numpy().copy() for param in model.parameters()]
+        return found, [param.detach().numpy().copy() for param in model.parameters()]
 
     with caplog.at_level(logging.WARNING):
         (first, a), (second, b) = run_replicas(2, work)
-    assert first == second == 2  # both matrices, once
+    assert first == second == rejected  # both matrices, or all tensors, once
     assert not caplog.records
     assert max(np.abs(x - y).max() for x, y in zip(a, b, strict=True)) < 0.1
 
 
-def test_an_infinity_is_left_out_and_named(caplog):
+@pytest.mark.parametrize("compression", ["low-rank:2,int8", "1bit"])
+def test_an_infinity_is_left_out_and_named(caplog, compression):
     def work(at: InProcessTransport) -> Any:
-        model, optimizer, replica = mixing(at, "low-rank:2,int8")
+        model, optimizer, replica = mixing(at, compression)
         train(model, optimizer, range(2), at.rank)
         if at.rank == 1:
             with torch.no_grad():

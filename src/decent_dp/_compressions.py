@@ -6,20 +6,23 @@ import re
 
 from decent_dp._checks import did_you_mean
 
-__all__ = ["CODES", "parse_compression"]
+__all__ = ["CODES", "FEW_BITS", "parse_compression"]
 
 # Bytes of a float32 number on the wire.
 CODES: dict[str | None, int] = {None: 4, "bfloat16": 2, "int8": 1}
+# Bits of a number, relative to what the other worker knows.
+FEW_BITS: dict[str | None, int] = {"4bit": 4, "2bit": 2, "1bit": 1}
 
 
 def parse_compression(compression: object) -> tuple[int | None, str | None]:
-    """Returns the rank of low-rank messages, or None for whole ones, and how numbers are coded: a key of ``CODES``.
+    """Returns the rank of low-rank messages, or None for whole ones, and how numbers are coded: a key of ``CODES``, or for
+    whole ones of ``FEW_BITS``.
 
     Raises:
         ValueError: there is no such compression.
     """
     names = [name for name in CODES if name is not None]
-    if compression is None or (isinstance(compression, str) and compression in names):
+    if compression is None or (isinstance(compression, str) and compression in (*names, *FEW_BITS)):
         return None, compression
     text = compression if isinstance(compression, str) else ""
     found = re.fullmatch(r"low-rank:(\d+)(?:,(.+))?", text)
@@ -31,8 +34,8 @@ def parse_compression(compression: object) -> tuple[int | None, str | None]:
             f"'low-rank:4,bfloat16' send them with fewer bytes. Got {compression!r}."
         )
     # 'float32' and 'fp32' mean None, and would be taken for 'bfloat16'.
-    hint = "" if str(compression).startswith("f") else did_you_mean(compression, [*names, "low-rank:4"])
+    hint = "" if str(compression).startswith("f") else did_you_mean(compression, [*names, *map(str, FEW_BITS), "low-rank:4"])
     raise ValueError(
-        "compression must be None (every dtype as it is), 'bfloat16', 'int8' or 'low-rank:R' (such as 'low-rank:4,int8'), got "
-        f"{compression!r}{hint or '.'}"
+        "compression must be None (every dtype as it is), 'bfloat16', 'int8', '4bit', '2bit', '1bit' or 'low-rank:R' (such as "
+        f"'low-rank:4,int8'), got {compression!r}{hint or '.'}"
     )

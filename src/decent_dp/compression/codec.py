@@ -134,6 +134,7 @@ class Compression(ABC):
         by_parameter: every parameter must be a flat tensor of its own.
         needs_hints: a worker must know the ``hint`` of all members of the edge before it can encode.
         pairs_only: edges of more than two workers are refused.
+        partial: differences are a part of the true ones, and the rest stays in the replicas.
         nbytes: the length of a message of this exchange, the same on all workers.
         most_nbytes: the length of the longest message.
         chunks: the parts of a message that can be reduced on their own.
@@ -145,6 +146,7 @@ class Compression(ABC):
     by_parameter: ClassVar[bool] = False
     needs_hints: ClassVar[bool] = False
     pairs_only: ClassVar[bool] = False
+    partial: ClassVar[bool] = False
 
     nbytes: int
     most_nbytes: int
@@ -157,6 +159,11 @@ class Compression(ABC):
         # For arithmetic: the tensors' dtype, but at least float32.
         self.compute = torch.promote_types(dtype, torch.float32)
         self.rejected = 0
+
+    def start(self, values: Sequence[Tensor]) -> None:
+        """Training begins from these values, which are the same on all workers; or goes on from them, after they were
+        replaced on all of them."""
+        return
 
     def begin(self, edge: tuple[int, ...], rank: int, meeting: int) -> None:
         """Announces the next exchange.

@@ -157,6 +157,7 @@ class LowRank(Compression):
 
     by_parameter = True
     pairs_only = True
+    partial = True
     rank: ClassVar[int]
     inner: ClassVar[type[Blockwise]]
 

@@ -90,6 +90,7 @@ class Bucket:
         self._copies: list[Tensor] = []
         with torch.no_grad():
             self.states = [rule.state(value) for value in self.values]
+            self.compression.start(self.values)
 
     @property
     def values(self) -> list[Tensor]:
@@ -212,12 +213,25 @@ class Bucket:
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Resets the rule's state of the tensors whose values were replaced."""
-        for name, value, state in self._named() if self._outdated else ():
-            if name in self._outdated:
+        """Resets the rule's state of the tensors whose values were replaced, and what the compression knows of them."""
+        if self._outdated:
+            self.renew_rule(self._outdated)
+            self.compression.start(self.values)
+        self._outdated.clear()
+
+    @torch.no_grad()
+    def start_unknown(self) -> None:
+        """Lets the compression begin from the present values, if it has no state that was saved."""
+        if not any(self.compression.state()):
+            self.compression.start(self.values)
+
+    @torch.no_grad()
+    def renew_rule(self, names: set[str]) -> None:
+        """Resets the rule's state of these tensors."""
+        for name, value, state in self._named():
+            if name in names:
                 for key, fresh in self.rule.state(value).items():
                     state[key].copy_(fresh)
-        self._outdated.clear()
 
     def _named(self) -> Iterable[tuple[str, Tensor, dict[str, Tensor]]]:
         """Yields (name, values, rule's state) of each tensor, as 1-D views."""

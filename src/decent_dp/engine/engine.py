@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from decent_dp.compression import Compression, Lossless, LowRank, flag_of, for_momentum
+from decent_dp.compression import Compression, Lossless, flag_of, for_momentum
 from decent_dp.engine.bucket import Bucket, InFlight
 from decent_dp.engine.layout import FlatBuffer, TensorSpec, plan_turns
 from decent_dp.engine.outcome import ARRIVED, SAT_OUT, NonFinite, Outcome
@@ -248,9 +248,14 @@ class Engine:
             bucket.mark_stale(own if chosen is None else own & chosen)
 
     def renew(self) -> None:
-        """Resets the rule's state of stale tensors, after they have got their new values."""
+        """Resets the rule's state of stale tensors, after they have got their new values, and what compressions know of them."""
         for bucket in self.buckets:
             bucket.renew()
+
+    def renew_rules(self) -> None:
+        """Resets the rule's state of all tensors."""
+        for bucket in self.buckets:
+            bucket.renew_rule(set(bucket.buffer.names))
 
     def drop(self) -> None:
         """Finishes the exchange in flight without mixing it in.
@@ -312,10 +317,10 @@ def fit_rule(rule: Rule, compression: type[Compression], topology: Topology, *, 
     """
     if compression.pairs_only and (largest := schedule.largest_group(topology)) > 2:
         raise ValueError(
-            f"compression={compression.name!r} needs a topology of pairs, because only two workers can find a low-rank part of "
-            f"their difference, and {topology!r} mixes groups of {largest}: use 'base-2', 'one-peer-exp', 'ring' or "
+            f"compression={compression.name!r} needs a topology of pairs, because its messages are relative to what two "
+            f"workers know of each other, and {topology!r} mixes groups of {largest}: use 'base-2', 'one-peer-exp', 'ring' or "
             "'random-matching', or another compression."
         )
     if isinstance(rule, MomentumTracking) and not overlap:
         rule = replace(rule, ahead=0)
-    return rule.fit(topology, lossy=narrow or compression is not Lossless, partial=issubclass(compression, LowRank))
+    return rule.fit(topology, lossy=narrow or compression is not Lossless, partial=compression.partial)

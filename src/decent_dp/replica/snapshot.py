@@ -223,9 +223,10 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None]) 
             install()
             replica._use_buckets(buckets)
             engine.round, engine.factor = state["round"], state["factor"]
+            for bucket in buckets:
+                bucket.start_unknown()
             if not state["rule"]["state"]:
-                engine.mark_stale()  # the rule's state is reset to these values
-                engine.renew()
+                engine.renew_rules()
             weight = None if replica.mean.weights is None else replica.mean.weights[0]
             # What mixes have changed added up to zero over those that saved, by weight. A part without parameters may be one
             # worker's on all.
