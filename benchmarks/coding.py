@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import machine
-from decent_dp.compression import COMPRESSIONS, Compression, FlatTensor, MessageId
+from decent_dp._compressions import CODES, FEW_BITS
+from decent_dp.compression import Compression, FlatTensor, MessageId, check_compression
 from decent_dp.compression.lattice import load_numba
 from decent_dp.engine.layout import BucketPlan, TensorSpec, plan_buckets
 
@@ -52,7 +53,11 @@ class Bucket:
         slots = plan.slots if kind.by_parameter else plan.slots[:0]
         tensors = [FlatTensor(slot.index, slot.spec.numel, slot.spec.rows) for slot in slots] or [FlatTensor(0, plan.numel)]
         self.values = [list(torch.split(flat, [tensor.numel for tensor in tensors])) for flat in replicas]
+        self.first = [flat.clone() for flat in replicas]
+        self.flat = list(replicas)
         self.codings = [kind(tensors, plan.dtype, plan.device) for _ in replicas]
+        for coding in self.codings:
+            coding.start(self.values[0])
         self.messages = [torch.empty(coding.nbytes, dtype=torch.uint8) for coding in self.codings]
         self.hints: list[bytes] = []
 
@@ -63,8 +68,14 @@ class Bucket:
         for _ in self.codings[rank].encode(self.values[rank], self.messages[rank], MessageId(turn, rank), self.hints):
             pass
 
-    def mix(self, rate: float) -> None:
-        self.codings[0].mix(self.values[0], self.messages[0], self.messages[1], rate)
+    def mix(self, rank: int) -> None:
+        ours, theirs = self.messages if rank == 0 else self.messages[::-1]
+        self.codings[rank].mix(self.values[rank], ours, theirs, 0.5)
+
+    def part(self) -> None:
+        """The replicas are as far away from each other as before."""
+        for flat, first in zip(self.flat, self.first, strict=True):
+            flat.copy_(first)
 
 
 @torch.no_grad()
@@ -76,10 +87,12 @@ def measure(turns: int, width: int = WIDTH, blocks: int = BLOCKS) -> dict[str, d
     replicas = [(value, value + 1e-4 * torch.randn(len(value), generator=draw)) for value in values]
     parameters = sum(plan.numel for plan in plans)
     forms: dict[tuple[str, str], list[Bucket]] = {}
-    for name, kind in COMPRESSIONS.items():
+    for name in (*CODES, *FEW_BITS):
+        kind = check_compression(name)
         for form in FORMS if name == "int8" else FORMS[:1]:
             with without_kernels() if form == "torch" else contextlib.nullcontext():
-                found = [Bucket(plan, pair, kind) for plan, pair in zip(plans, replicas, strict=True)]
+                own = [(first.clone(), second.clone()) for first, second in replicas]
+                found = [Bucket(plan, pair, kind) for plan, pair in zip(plans, own, strict=True)]
             forms[name or "float32", form] = found
     times: dict[tuple[str, str, str], list[float]] = {}
     for turn in range(2 + turns):
@@ -93,10 +106,11 @@ def measure(turns: int, width: int = WIDTH, blocks: int = BLOCKS) -> dict[str, d
                     bucket.encode(turn, 0)
                 encoded = time.thread_time()
                 for bucket in buckets:
-                    bucket.mix(0.5)
+                    bucket.mix(0)
                 mixed = time.thread_time()
                 for bucket in buckets:
-                    bucket.mix(-0.5)  # as far away as before
+                    bucket.mix(1)
+                    bucket.part()
             if turn >= 2:
                 for what, seconds in {"encode": encoded - began, "mix": mixed - encoded}.items():
                     times.setdefault((name, what, form), []).append(1e9 * seconds / parameters)

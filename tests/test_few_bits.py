@@ -211,6 +211,25 @@ def test_a_resume_without_a_reference_begins_from_zero():
 
 
 @pytest.mark.parametrize("name", ALL)
+def test_numba_gives_the_same_messages_and_differences(name):
+    pytest.importorskip("numba")
+    lengths, twin = [1300, 40, 2048], Pair([1300, 40, 2048], name)
+    pair = Pair(lengths, name)
+    assert all(end._numba is not None for end in pair.ends)
+    for end in twin.ends:
+        end._numba = None
+    for turn in range(5):
+        x = [[drawn(length, seed=10 * turn + end + i) for i, length in enumerate(lengths)] for end in (0, 50)]
+        x[0][2][:600] = 0.0
+        for ours, theirs in zip(pair.send(x), twin.send(x), strict=True):
+            assert torch.equal(ours, theirs)
+        for first, second in zip(pair.meet(x), twin.meet(x), strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+    for a, b in zip(pair.ends[0].state(), twin.ends[0].state(), strict=True):
+        assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_values_that_are_not_finite_are_named(name, value):
     pair, x = Pair([700, 600], name), [drawn(700, seed=1), drawn(600, seed=2)]

@@ -6,10 +6,10 @@ c = Q(x - m), which has a few bits per value and a scale per block. Both decode 
     d_i = c_j - c_i        m <- m + (c_i + c_j)/2
 
 The ends find opposite differences, so the mean of the replicas does not move. What Q rounds away stays in the replicas, and so
-in what is sent next time: no value is lost, and none is sent twice. The reference follows the mean of the two. So x - m is about
-half of the distance of the replicas and what they have moved since, which is why so few bits are enough. This is compression of
-differences to a known estimate as in CHOCO-SGD (Koloskova, Stich and Jaggi, arXiv 1902.00340), with one reference for both ends
-of an edge in place of one for each worker at all of its neighbours.
+in what is sent next time: no value is lost, and none is sent twice. The reference follows the mean of the two. So x - m is
+about half of the distance of the replicas and what they have moved since, which is why so few bits are enough. This is
+compression of differences to a known estimate as in CHOCO-SGD (Koloskova, Stich and Jaggi, arXiv 1902.00340), with one
+reference for both ends of an edge in place of one for each worker at all of its neighbours.
 
 An edge begins with the values with which training began, which are the same on all workers. The reference is kept in bfloat16,
 rounded alike at both ends. A digest of all that has gone into it is sent along. If the ends disagree (a worker joined, or one
@@ -25,10 +25,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from decent_dp.compression.codec import FLAG, Block, Chunk, Compression, FlatTensor, MessageId, flag_view
+from decent_dp.compression.lattice import load_numba
 
 __all__ = ["FewBits", "few_bits"]
 
@@ -95,6 +98,7 @@ class FewBits(Compression):
         self._references: dict[tuple[int, ...], _Reference] = {}
         self._edge: tuple[int, ...] = ()
         self._scratch: Tensor | None = None
+        self._numba = load_numba("few_bits_numba") if (dtype, device.type) == (torch.float32, "cpu") else None
 
     # -- layout -------------------------------------------------------------------------------------------------------
 
@@ -170,20 +174,8 @@ class FewBits(Compression):
         self._clear_padding(flat)
         rest, known = flat.view(-1, _BLOCK), reference.values.view(-1, _BLOCK)
         size = None if reference.near else rest.square().sum(dtype=torch.float64)
-        scales, planes = self._scales(out), self._planes(out)
-        first, apart = _LEVELS[self.bits]
-        for part in self._parts():
-            rows = rest[part].sub_(known[part])
-            # With the mean size in its place, the largest values would hardly get smaller from exchange to exchange.
-            scale = scales[part].copy_(torch.sqrt((rows * rows).sum(1) / self._counts[part]))
-            _pack(rows < 0, planes[0, part])
-            if self.bits == 1:
-                continue
-            # The number of the level; NaN and infinities are seen in the scale.
-            levels = rows.abs().div_(scale.to(self.compute).mul_(apart)[:, None]).sub_((first - apart / 2) / apart)
-            numbers = levels.nan_to_num_(0.0, 0.0, 0.0).clamp_(0, 2 ** (self.bits - 1) - 1).to(torch.uint8)
-            for bit in range(self.bits - 1):
-                _pack(numbers >> bit & 1, planes[1 + bit, part])
+        scales = self._scales(out)
+        self._encode(rest, known, scales, self._planes(out))
         if size is not None:
             far = (scales.to(torch.float64).square() * self._counts).sum()
             reference.near = bool(far <= _NEAR**2 * size) or reference.exchanges >= _EXCHANGES
@@ -192,6 +184,28 @@ class FewBits(Compression):
         flag_view(out).copy_(torch.where(finite, 0, message_id.rank + 1))
         self._references.setdefault(self._edge, reference)
         yield self.nbytes
+
+    def _encode(self, rest: Tensor, known: Tensor, scales: Tensor, planes: Tensor) -> None:
+        """Codes ``rest`` less ``known``; writes to ``rest``."""
+        first, apart = _LEVELS[self.bits]
+        # The number of a level is that of whole distances from here.
+        offset = (first - apart / 2) / apart if apart else 0.0
+        if self._numba is not None:
+            bits, counts = _bits_of(known), self._counts.numpy()
+            self._numba.encode_rows(rest.numpy(), bits, counts, apart, offset, _bits_of(scales), planes.numpy())
+            return
+        for part in self._parts():
+            rows = rest[part].sub_(known[part])
+            # With the mean size in its place, the largest values would hardly get smaller from exchange to exchange.
+            scale = scales[part].copy_(torch.sqrt((rows * rows).sum(1) / self._counts[part]))
+            _pack(rows < 0, planes[0, part])
+            if self.bits == 1:
+                continue
+            # The number of the level; NaN and infinities are seen in the scale.
+            levels = rows.abs().div_(scale.to(self.compute).mul_(apart)[:, None]).sub_(offset)
+            numbers = levels.nan_to_num_(0.0, 0.0, 0.0).clamp_(0, 2 ** (self.bits - 1) - 1).to(torch.uint8)
+            for bit in range(self.bits - 1):
+                _pack(numbers >> bit & 1, planes[1 + bit, part])
 
     def _decode(self, message: Tensor, part: slice) -> Tensor:
         """What a message says of some rows."""
@@ -237,7 +251,16 @@ class FewBits(Compression):
         if self._origin is not None and reference.values is self._origin.values:
             reference.values = reference.values.clone()
         known = reference.values.view(-1, _BLOCK)
-        for part in self._parts():
+        if self._numba is not None:
+            messages = [
+                part
+                for message in (sent, received)
+                for part in (_bits_of(self._scales(message)), self._planes(message).numpy())
+            ]
+            signs = _tables(self.device, self.compute).numpy()
+            differences = (torch.empty(0, _BLOCK) if out is None else out).numpy()
+            self._numba.learn_rows(_bits_of(known), *messages, *_LEVELS[self.bits], signs, differences)
+        for part in self._parts() if self._numba is None else ():
             ours, theirs = self._decode(sent, part), self._decode(received, part)
             if out is not None:
                 torch.sub(theirs, ours, out=out[part])
@@ -292,6 +315,11 @@ class FewBits(Compression):
                 self._references[tuple(map(int, name.split("-")))] = reference
             else:
                 self._origin = reference
+
+
+def _bits_of(values: Tensor) -> npt.NDArray[np.uint16]:
+    """Of bfloat16 values, which NumPy does not know."""
+    return values.view(torch.int16).numpy().view(np.uint16)
 
 
 def _pack(bits: Tensor, out: Tensor) -> None:

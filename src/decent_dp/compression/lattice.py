@@ -192,8 +192,8 @@ def largest(value: Tensor) -> float:
 
 
 @functools.cache
-def load_numba() -> ModuleType | None:
-    """Imports ``int8_numba``, whose import compiles what it contains or reads it from Numba's cache.
+def load_numba(name: str = "int8_numba") -> ModuleType | None:
+    """Imports a module of this package, whose import compiles what it contains or reads it from Numba's cache.
 
     Returns None where Numba is not installed, is told not to compile (``NUMBA_DISABLE_JIT=1``), or cannot compile.
     """
@@ -203,7 +203,7 @@ def load_numba() -> ModuleType | None:
     try:
         from numba import config
 
-        return None if config.DISABLE_JIT else importlib.import_module("decent_dp.compression.int8_numba")
+        return None if config.DISABLE_JIT else importlib.import_module(f"decent_dp.compression.{name}")
     except Exception as error:  # of any package below Numba: versions that do not fit, no compiler for this machine
         if not (isinstance(error, ModuleNotFoundError) and error.name == "numba"):
             logger.warning("Numba does not work, so that torch takes its place: %s: %s", type(error).__name__, error)

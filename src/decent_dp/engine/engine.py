@@ -248,7 +248,7 @@ class Engine:
             bucket.mark_stale(own if chosen is None else own & chosen)
 
     def renew(self) -> None:
-        """Resets the rule's state of stale tensors, after they have got their new values, and what compressions know of them."""
+        """Resets the rule's state of stale tensors, after they have got their new values, and the compression's."""
         for bucket in self.buckets:
             bucket.renew()
 
