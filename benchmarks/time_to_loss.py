@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -185,11 +186,16 @@ def key_of(run: Run, rate: float | str | None = None) -> str:
 # -- runs ----------------------------------------------------------------------------------------------------------------
 
 
-def environ(published: bool, rank: int, address: str, port: int, interface: str) -> dict[str, str]:
+def workers_of(contender: str) -> int:
+    return 1 if contender == "alone" else N
+
+
+def environ(contender: str, rank: int, address: str, port: int, interface: str) -> dict[str, str]:
+    published = contender == PUBLISHED
     if published:
         install_published()
     library = PUBLISHED_PATH if published else ROOT / "src"
-    return {**os.environ, **launcher_variables(rank, N, address, port, interface=interface, library=library)}
+    return {**os.environ, **launcher_variables(rank, workers_of(contender), address, port, interface=interface, library=library)}
 
 
 def _text(log: Path) -> str:
@@ -210,28 +216,37 @@ def run_here(run: Run) -> dict[str, Any]:
         port = free.getsockname()[1]
     with command([run]) as (words, out):
         workers = []
-        for rank in range(N):
+        for rank in range(workers_of(run.contender)):
             with (out / f"{rank}.log").open("wb") as log:
-                env = environ(run.contender == PUBLISHED, rank, "127.0.0.1", port, "lo")
+                env = environ(run.contender, rank, "127.0.0.1", port, "lo")
                 workers.append(subprocess.Popen(words, env=env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
         try:
-            codes = [worker.wait(3600) for worker in workers]
+            codes = _codes(workers)
         finally:
             for worker in workers:
                 worker.kill()
-        if any(codes):
-            raise SystemExit(f"{run} failed:\n{_text(out / f'{codes.index(max(codes, key=abs))}.log')}")
+        failed = next((rank for rank, code in enumerate(codes) if code), None)
+        if failed is not None:
+            raise SystemExit(f"{run} failed:\n{_text(out / f'{failed}.log')}")
         result: dict[str, Any] = json.loads((out / "0.json").read_text())[0]
         return result
 
 
+def _codes(workers: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
+    """The exit codes when all have ended, or as soon as one has failed."""
+    while True:
+        codes = [worker.poll() for worker in workers]
+        if None not in codes or any(codes):
+            return codes
+        time.sleep(0.2)
+
+
 def run_in_lab(rate: float | None, runs: Sequence[Run], seconds: float) -> list[list[dict[str, Any]]]:
-    """For each run the results of all workers, one per node of a lab. All runs must be of one package."""
-    published = runs[0].contender == PUBLISHED
+    """For each run the results of all workers, one per node of a lab. All runs must be of one package, and of all workers."""
     with Lab(N, rate) as lab, command(runs) as (words, out):
         for rank in range(N):
             with (out / f"{rank}.log").open("wb") as log:
-                lab.start(rank, words, environ(published, rank, lab.address(0), PORT, INTERFACE), log, cwd=ROOT)
+                lab.start(rank, words, environ(runs[0].contender, rank, lab.address(0), PORT, INTERFACE), log, cwd=ROOT)
         try:
             failed = lab.wait(seconds)
         finally:
