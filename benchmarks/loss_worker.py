@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import contenders
 from benchmarks.characters import CharacterTransformer, loss_fn, text
+from benchmarks.lab import INTERFACE
 
 WIDTH, DEPTH, LENGTH, SAMPLES = 128, 5, 32, 8
 PUBLISHED = "decent-dp-0.2.3"
@@ -310,12 +311,19 @@ def measure(run: Run) -> dict[str, Any]:
     for _ in range(run.steps):
         training.step(x, y)
     # No barrier: it would let an exchange in flight end for free.
+    sent = bytes_sent()
     busy, before = time.process_time(), time.perf_counter()
     for _ in range(run.steps):
         training.step(x, y)
-    seconds, busy = time.perf_counter() - before, time.process_time() - busy
+    seconds, busy, sent = time.perf_counter() - before, time.process_time() - busy, bytes_sent() - sent
     training.leave()
-    return {"ms": 1e3 * seconds / run.steps / run.dilation, "busy_ms": 1e3 * busy / run.steps}
+    return {"ms": 1e3 * seconds / run.steps / run.dilation, "busy_ms": 1e3 * busy / run.steps, "bytes": sent / run.steps}
+
+
+def bytes_sent() -> int:
+    """Bytes that have left this node of a lab over its link, headers included."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    return sum(int(line.split()[9]) for line in map(str.strip, lines) if line.startswith(f"{INTERFACE}:"))
 
 
 def main() -> None:

@@ -7,7 +7,7 @@
 
 Eight workers train a character transformer of a million parameters. Every contender trains with several numbers of steps and
 rates. Its time to a loss is the fewest steps with which its final loss is as low, times the time of a step in the lab. Ours at
-each bandwidth is what the planner chooses. Finished runs are in runs/time-to-loss.jsonl.
+each bandwidth is what the planner chooses. Finished runs are kept in benchmarks/results/time-to-loss.jsonl.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from benchmarks.workbench import markdown
 from decent_dp.tools.planner import Cluster, Job, Link, Recipe, plan, recipe
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, KEPT = ROOT / "docs" / "results", ROOT / "runs" / "time-to-loss.jsonl"
+RESULTS, KEPT = ROOT / "docs" / "results", ROOT / "benchmarks" / "results" / "time-to-loss.jsonl"
 N, STEPS, SEED = 8, 500, 0
 RATES = (1, 5, 20, 60, 200, None)
 # The lab's clock: four workers share a core here. With links of a quarter of the bandwidth, four times the computation, and
@@ -195,7 +195,8 @@ def environ(contender: str, rank: int, address: str, port: int, interface: str) 
     if published:
         install_published()
     library = PUBLISHED_PATH if published else ROOT / "src"
-    return {**os.environ, **launcher_variables(rank, workers_of(contender), address, port, interface=interface, library=library)}
+    variables = launcher_variables(rank, workers_of(contender), address, port, interface=interface, library=library)
+    return {**os.environ, **variables}
 
 
 def _text(log: Path) -> str:
@@ -286,6 +287,8 @@ def timed_run(setup: Setup, contender: str, rate: float | None) -> Run:
 def _is_timed(setup: Setup, contender: str, rate: float | None) -> bool:
     """Whether a contender is worth the time: of ours the one that is planned, and those forms of others that fit the link."""
     kind, *options = contender.split("/")
+    if contender == "alone":
+        return False
     if is_ours(contender):
         return contender == planned(setup, rate) or (contender == ours("none") and rate is None)
     if setup is not MAIN:
@@ -296,6 +299,11 @@ def _is_timed(setup: Setup, contender: str, rate: float | None) -> bool:
 
 
 def time_all(kept: Kept, only: Sequence[str], rates: Sequence[float | None]) -> None:
+    alone = timed_run(MAIN, "alone", None)
+    if key_of(alone, None) not in kept and (not only or "alone" in only) and None in rates:
+        result = run_here(alone)
+        kept.add(key_of(alone, None), {**result, "dilation": alone.dilation})
+        print(f"alone: {result['ms']:.1f} ms per step, {result['busy_ms']:.1f} busy", flush=True)
     todo: dict[tuple[float | None, int, bool], list[tuple[str, Run]]] = {}
     for setup, rate in [(MAIN, rate) for rate in RATES] + [(other, rate) for other, found in OTHERS.items() for rate in found]:
         own = planned(setup, rate)
@@ -313,7 +321,7 @@ def time_all(kept: Kept, only: Sequence[str], rates: Sequence[float | None]) -> 
     for (rate, dilation, _), group in todo.items():
         found = run_in_lab(None if rate is None else rate / dilation, [run for _, run in group], 3600)
         for (key, run), results in zip(group, found, strict=True):
-            means = {name: fmean(result[name] for result in results) for name in ("ms", "busy_ms")}
+            means = {name: fmean(result[name] for result in results) for name in ("ms", "busy_ms", "bytes")}
             kept.add(key, {**means, "dilation": dilation})
             ms, busy = means["ms"], means["busy_ms"]
             print(f"{rate} Mbit/s, {run.contender}, width {run.width}: {ms:.1f} ms per step, {busy:.1f} busy", flush=True)
@@ -373,9 +381,18 @@ def steps_to(finals: Mapping[int, float], loss: float) -> float | None:
 
 
 def ms_of(kept: Kept, setup: Setup, contender: str, rate: float | None) -> float | None:
-    """The time of a step in the lab; None where it was not measured."""
+    """The time of a step in the lab; None where it was not measured. A worker alone needs no link."""
+    rate = None if contender == "alone" else rate
     key = key_of(timed_run(setup, contender, rate), rate)
     return float(kept[key]["ms"]) if key in kept else None
+
+
+def bytes_of(kept: Kept, contender: str) -> float | None:
+    """The bytes that a worker of the first set-up sends per step, from its lab of the fastest links; None: not measured."""
+    if contender == "alone":
+        return 0.0
+    keys = [key_of(timed_run(MAIN, contender, rate), rate) for rate in reversed(RATES)]
+    return next((float(kept[key]["bytes"]) for key in keys if key in kept and "bytes" in kept[key]), None)
 
 
 def elapsed(contender: str, step: float, steps: float, ms: Mapping[str, float]) -> float:
@@ -404,6 +421,8 @@ def compose(kept: Kept) -> dict[str, Any]:
             # Of those that do not reach the target: the most that were tried.
             "steps": steps_to(finals, target) or max(finals),
             "reaches": bool(reached),
+            "workers": workers_of(contender),
+            "bytes": bytes_of(kept, contender),
             "curve": kept[key_of(shown)]["curve"],
         }
     return {
@@ -419,14 +438,14 @@ def compose(kept: Kept) -> dict[str, Any]:
 def _setup(kept: Kept, setup: Setup, rows: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for rate in RATES if setup is MAIN else OTHERS[setup]:
-        ms = {name: time for name in rows for time in [ms_of(kept, setup, name, rate)] if time is not None}
+        ms = {name: own for name in rows for own in [ms_of(kept, setup, name, rate)] if own is not None}
         times = {name: elapsed(name, rows[name]["steps"], rows[name]["steps"], ms) for name in ms if "ddp" in ms}
         advice = chosen(setup, rate)
         found[str(rate)] = {
             "planned": planned(setup, rate),
             "predicted": {"steps": advice.steps, "to_ddp": advice.to_ddp},
             "ms": ms,
-            "to_ddp": {name: time / times["ddp"] for name, time in times.items()},
+            "to_ddp": {name: own / times["ddp"] for name, own in times.items()},
         }
     return {"name": setup.name, "emulated_ms": setup.emulated_ms, "rates": found}
 
@@ -468,13 +487,21 @@ def table(results: Mapping[str, Any]) -> str:
     lines = []
     for name, row in rows.items():
         cells = [_ratio(found["to_ddp"][name], row["reaches"]) if name in found["to_ddp"] else "" for found in rates.values()]
-        steps = f"{'' if row['reaches'] else '> '}{row['steps'] / STEPS:.2f}"
-        lines.append([shown(name), steps, *cells, f"{min(row['final'].values()):.3f}"])
+        more = "" if row["reaches"] else "> "
+        steps, sent, ddp = row["steps"] / STEPS, row["bytes"], rows["ddp"]["bytes"]
+        computed = f"{more}{steps * row['workers'] / N:.2f}"
+        share = "" if sent is None or ddp is None else _ratio(steps * _sent(name, row, sent, ddp), row["reaches"])
+        lines.append([shown(name), f"{more}{steps:.2f}", computed, share, *cells, f"{min(row['final'].values()):.3f}"])
     chosen = [
         _ratio(found["to_ddp"][found["planned"]]) if found["planned"] in found["to_ddp"] else "" for found in rates.values()
     ]
-    lines.append(["**what the planner chooses**", "", *(f"**{cell}**" if cell else "" for cell in chosen), ""])
-    return markdown(["", "steps", *map(_mbit, rates), "final loss"], lines)
+    lines.append(["**what the planner chooses**", "", "", "", *(f"**{cell}**" if cell else "" for cell in chosen), ""])
+    return markdown(["", "steps", "computation", "bytes", *map(_mbit, rates), "final loss"], lines)
+
+
+def _sent(contender: str, row: Mapping[str, Any], sent: float, ddp: float) -> float:
+    """Bytes per step in units of DDP's, its first steps with whole gradients among them."""
+    return elapsed(contender, row["steps"], row["steps"], {"ddp": 1.0, contender: sent / ddp}) / row["steps"] * 1e3
 
 
 def headline(results: Mapping[str, Any]) -> str:

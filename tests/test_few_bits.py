@@ -80,7 +80,7 @@ class Pair:
         for end, ours, theirs in zip(self.ends, messages, messages[::-1], strict=True):
             parts = list(end.differences(ours, theirs))
             assert [(block.tensor, block.start, block.stop) for block, _, _ in parts] == [
-                (i, 0, length) for i, length in enumerate(self.lengths) if end.nbytes
+                (i, 0, length) for i, length in enumerate(self.lengths) if length
             ]
             found.append([None if difference is None else difference.double().numpy() * unit for _, difference, unit in parts])
         return found
@@ -140,6 +140,21 @@ def test_what_is_not_sent_stays_in_the_replicas(name):
         x = [own + difference / 2 for own, [difference] in zip(x, pair.meet([[x[0]], [x[1]]]), strict=True)]
         assert np.abs((x[0] + x[1]) / 2 - mean).max() < 1e-14
     assert np.linalg.norm(x[0] - x[1]) < (0.02 if name == "1bit" else 2**-8) * apart
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_mix_adds_the_differences(dtype):
+    """In one call for all tensors, as ``differences`` gives them one by one."""
+    x = [[drawn(700, seed=1), drawn(0, seed=2), drawn(30, seed=3)], [drawn(700, seed=4), drawn(0, seed=5), drawn(30, seed=6)]]
+    pair, twin = (Pair([700, 0, 30], dtype=dtype) for _ in range(2))
+    values = twin.flat(x[0])
+    messages = twin.send(x)
+    twin.ends[0].mix(values, *messages, 0.3)
+    expected = pair.flat(x[0])
+    for block, difference, unit in pair.ends[0].differences(*pair.send(x)):
+        assert difference is not None
+        expected[block.tensor].add_(difference.mul_(0.3 * unit))
+    assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
 
 
 @pytest.mark.parametrize("name", ALL)

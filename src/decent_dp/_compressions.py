@@ -6,12 +6,23 @@ import re
 
 from decent_dp._checks import did_you_mean
 
-__all__ = ["CODES", "FEW_BITS", "parse_compression"]
+__all__ = ["CODES", "FEW_BITS", "bytes_per_number", "needs_pairs", "parse_compression"]
 
 # Bytes of a float32 number on the wire.
 CODES: dict[str | None, int] = {None: 4, "bfloat16": 2, "int8": 1}
 # Bits of a number, relative to what the other worker knows.
 FEW_BITS: dict[str | None, int] = {"4bit": 4, "2bit": 2, "1bit": 1}
+
+
+def bytes_per_number(code: str | None) -> float:
+    """Bytes of a float32 number on the wire, with its share of the scale of 512."""
+    return FEW_BITS[code] / 8 + 2 / 512 if code in FEW_BITS else CODES[code]
+
+
+def needs_pairs(compression: str | None) -> bool:
+    """Whether messages are relative to what two workers know of each other."""
+    rank, code = parse_compression(compression)
+    return rank is not None or code in FEW_BITS
 
 
 def parse_compression(compression: object) -> tuple[int | None, str | None]:

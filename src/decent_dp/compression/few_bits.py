@@ -209,7 +209,7 @@ class FewBits(Compression):
 
     def _decode(self, message: Tensor, part: slice) -> Tensor:
         """What a message says of some rows."""
-        signs, (first, apart) = _tables(self.device, self.compute), _LEVELS[self.bits]
+        signs, (first, apart) = _signs(self.device, self.compute), _LEVELS[self.bits]
         planes = self._planes(message)
 
         def plane(number: int) -> Tensor:
@@ -231,45 +231,53 @@ class FewBits(Compression):
         raise AssertionError("groups of more than two are refused at construction")
 
     def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Block, Tensor | None, float]]:
+        found = self._read(sent, received)
+        views: Sequence[Tensor | None] = [None] * len(self.tensors) if found is None else self._views(found)
+        for number, (tensor, difference) in enumerate(zip(self.tensors, views, strict=True)):
+            if tensor.numel:
+                yield Block(number, 0, tensor.numel, 0, 0), difference, 1.0
+
+    def mix(self, values: Sequence[Tensor], sent: Tensor, received: Tensor, rate: float) -> None:
+        found = self._read(sent, received)
+        if found is not None and rate:
+            torch._foreach_add_(list(values), self._views(found.mul_(rate)))
+
+    def _read(self, sent: Tensor, received: Tensor) -> Tensor | None:
+        """Learns from two messages; the differences, padded, or None if they are not mixed."""
         if not self.nbytes:
-            return
-        reference = self._references[self._edge]
+            return None
         (own, here), (other, there) = (message[:_HEAD].view(torch.int64).tolist() for message in (sent, received))
         if own != other:
             self.rejected += len(self.tensors)
             self._references[self._edge] = _Reference(self._zeros(), 0, near=False)
-        mixes = own == other and here == there == 1
-        flat = self._room() if mixes else None
-        if own == other:
-            self._learn(reference, sent, received, None if flat is None else flat.view(-1, _BLOCK))
-        views = [None] * len(self.tensors) if flat is None else self._views(flat)
-        for number, (tensor, difference) in enumerate(zip(self.tensors, views, strict=True)):
-            yield Block(number, 0, tensor.numel, 0, 0), difference, 1.0
+            return None
+        found = self._room() if here == there == 1 else None
+        self._learn(self._references[self._edge], sent, received, None if found is None else found.view(-1, _BLOCK))
+        return found
 
     def _learn(self, reference: _Reference, sent: Tensor, received: Tensor, out: Tensor | None) -> None:
         """Moves the reference, and writes the differences to ``out``."""
         if self._origin is not None and reference.values is self._origin.values:
             reference.values = reference.values.clone()
-        known = reference.values.view(-1, _BLOCK)
+        self._move(reference.values.view(-1, _BLOCK), sent, received, out)
+        self._clear_padding(reference.values)
+        total = sum(int(message[_HEAD:-FLAG].view(torch.int64).sum()) for message in (sent, received))
+        reference.digest = _signed(reference.digest * _FACTOR + total)
+        reference.exchanges += 1
+
+    def _move(self, known: Tensor, sent: Tensor, received: Tensor, out: Tensor | None) -> None:
         if self._numba is not None:
-            messages = [
-                part
-                for message in (sent, received)
-                for part in (_bits_of(self._scales(message)), self._planes(message).numpy())
-            ]
-            signs = _tables(self.device, self.compute).numpy()
-            differences = (torch.empty(0, _BLOCK) if out is None else out).numpy()
-            self._numba.learn_rows(_bits_of(known), *messages, *_LEVELS[self.bits], signs, differences)
-        for part in self._parts() if self._numba is None else ():
+            read = [(_bits_of(self._scales(message)), self._planes(message).numpy()) for message in (sent, received)]
+            signs, written = _signs(self.device, self.compute).numpy(), known.new_empty(0, _BLOCK, dtype=self.compute)
+            written = written if out is None else out
+            self._numba.learn_rows(_bits_of(known), *read[0], *read[1], *_LEVELS[self.bits], signs, written.numpy())
+            return
+        for part in self._parts():
             ours, theirs = self._decode(sent, part), self._decode(received, part)
             if out is not None:
                 torch.sub(theirs, ours, out=out[part])
             # Products and sums one after another, so that all processors round alike.
             known[part] = ours.add_(theirs).mul_(0.5).add_(known[part])
-        self._clear_padding(reference.values)
-        total = sum(int(message[_HEAD:-FLAG].view(torch.int64).sum()) for message in (sent, received))
-        reference.digest = _signed(reference.digest * _FACTOR + total)
-        reference.exchanges += 1
 
     def proposals(self, values: Sequence[Tensor], sent: Tensor) -> Iterator[tuple[Block, Tensor]]:
         # A difference is added to the values themselves.
@@ -333,7 +341,7 @@ def _signed(number: int) -> int:
 
 
 @functools.cache
-def _tables(device: torch.device, dtype: torch.dtype) -> Tensor:
+def _signs(device: torch.device, dtype: torch.dtype) -> Tensor:
     """For each byte -1 for each bit that is set, and 1 for the others, from the lowest on: of shape (256, 8)."""
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
     return (1 - 2 * bits).to(device=device, dtype=dtype)

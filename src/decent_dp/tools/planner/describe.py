@@ -9,7 +9,7 @@ from typing import Any
 
 from decent_dp._checks import check_choice, check_integer, check_number
 from decent_dp._compressions import CODES as COMPRESSIONS
-from decent_dp._compressions import parse_compression
+from decent_dp._compressions import bytes_per_number, needs_pairs, parse_compression
 from decent_dp.topo import Topology
 from decent_dp.topo.schedule import stages_of, title_of
 
@@ -266,6 +266,10 @@ class Choice:
     def low_rank(self) -> bool:
         return parse_compression(self.compression)[0] is not None
 
+    @property
+    def pairs_only(self) -> bool:
+        return needs_pairs(self.compression)
+
     def numbers_sent(self, job: Job) -> float:
         """Numbers that an exchange of a worker sends, as a share of the parameters."""
         rank, _ = parse_compression(self.compression)
@@ -274,7 +278,7 @@ class Choice:
     def message_bytes(self, job: Job) -> float:
         """Bytes of an exchange of all parameters of a replica."""
         _, code = parse_compression(self.compression)
-        return COMPRESSIONS[code] * self.numbers_sent(job) * job.params
+        return bytes_per_number(code) * self.numbers_sent(job) * job.params
 
 
 @dataclass(frozen=True)

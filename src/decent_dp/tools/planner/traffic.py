@@ -241,14 +241,14 @@ def make_rounds(cluster: Cluster, choice: Choice) -> list[RoundTraffic]:
     )
     last = stages_of(Topology.every(topology, choice.mix_every))[-1]
     topology, h = last.topology, last.every
-    if choice.low_rank and (largest := largest_group(topology)) > 2:
+    if choice.pairs_only and (largest := largest_group(topology)) > 2:
         raise ValueError(
-            f"{choice.name}: low-rank messages need a topology of pairs, and this one has groups of {largest}: take 'base-2'"
+            f"{choice.name}: such messages need a topology of pairs, and this one has groups of {largest}: take 'base-2'"
         )
     # As the transport's process_group.py: NCCL takes pairs in float32 and bfloat16, and groups in float32 alone.
     nccl = cluster.backend == "nccl"
     how = "nccl" if nccl and choice.compression is None else "tree"
-    detour = nccl and (choice.low_rank or choice.compression == "int8")
+    detour = nccl and (choice.pairs_only or choice.compression == "int8")
     made: dict[tuple[int, ...], Transfer] = {}
     rounds = []
     period = topology.period
