@@ -73,7 +73,8 @@ def encode_e3m0(values: Tensor) -> tuple[Tensor, Tensor]:
     """The nearest powers of two, down to 2^-6 of the largest: a sign, and three bits of which 0 is zero; and the scale."""
     scale = values.abs().max().clamp_min(1e-30)
     # The nearest on a linear scale: the middle of 2^e and 2^(e+1) is 1.5 · 2^e.
-    exponent = torch.floor(torch.log2(values.abs() / scale / 0.75)).clamp_min(-7.0)
+    sizes = values.abs() / scale
+    exponent = torch.where(sizes > 2.0**-7, torch.floor(torch.log2(sizes / 0.75)).clamp_min(-6.0), -7.0)
     return (exponent + 7).to(torch.uint8) | (values < 0).to(torch.uint8) << 3, scale
 
 

@@ -93,8 +93,8 @@ class DecentralizedDataParallel(Calls, nn.Module):
         _local_world_size: workers per node; None for the launcher's ``LOCAL_WORLD_SIZE``, else 1.
         overlap: exchange during the next forward and backward. With False, the backward returns after step, exchange and mix.
         compression: None sends each dtype as it is; 'bfloat16'; 'int8' sends a byte per value, relative to the distance between
-            replicas; 'low-rank:R' or 'low-rank:R,int8' sends projections of rank R, for topologies of pairs. On edges of two
-            workers, neither moves the mean over workers.
+            replicas; for topologies of pairs '4bit', '2bit' and '1bit', relative to what a partner knows, and 'low-rank:R' or
+            'low-rank:R,int8', projections of rank R. On edges of two workers, none moves the mean over workers.
         mix_every: mix each parameter in every ``mix_every``-th update only, in turns.
         rule: how received parameters are applied, from ``decent_dp.rules``; None for plain gossip.
         faults: ``Tolerate(...)``: when a worker dies, freezes or cannot be reached, its partners leave it out, and nobody else

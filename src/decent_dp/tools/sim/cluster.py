@@ -54,8 +54,8 @@ class VirtualCluster:
             the cross entropy of ``model(x)`` and ``y``.
         lr_scheduler_fn: makes a scheduler for an optimizer; stepped once per optimizer step. None for none.
         local_world_size: workers per node, for topologies that depend on it.
-        compression: None (the parameters' own dtype), 'bfloat16', 'int8', or for pairs 'low-rank:R' (also with ',int8' or
-            ',bfloat16').
+        compression: None (the parameters' own dtype), 'bfloat16', 'int8', or for pairs '4bit', '2bit', '1bit' and 'low-rank:R'
+            (also with ',int8' or ',bfloat16').
         overlap: mix with the values sent in the last update (True), or with this update's values (False).
         mix_every: mix each parameter only in every h-th update, in turns.
         rule: of ``decent_dp.rules``, such as ``OuterNesterov()``; None for plain gossip.
