@@ -1,11 +1,13 @@
 """Measures the documents' numbers about topologies: ``python -m benchmarks.workbench``, or ``make workbench``; ten minutes.
 
-Five experiments, each written as NAME.json, NAME.md and NAME.png under docs/results/:
+Six experiments, each written as NAME.json, NAME.md and NAME.png under docs/results/:
 
 * ``topologies``: the mixing of the rounds of each topology, from its matrices;
 * ``uneven-data``: digits on 16 simulated workers, with the classes dealt out evenly and unevenly;
 * ``workers``: digits on 6 to 192 simulated workers, with the same number of samples per step in all;
 * ``step-times``: the planner's predictions for 8 to 64 workers on two clusters;
+* ``many-workers``: digits on 16 to 1,024 simulated workers, by message, with the same number of samples per step in all (no
+  plot);
 * ``nodes``: the planner's predictions for 4 nodes of 8 GPUs by the bandwidth between them (no plot).
 
     python -m benchmarks.workbench workers --seeds 0        # one of them, quicker
@@ -49,6 +51,17 @@ EVERY = 4
 WORKERS = (6, 12, 24, 48, 96, 192)
 SAMPLES_PER_STEP = 768
 SCALED = ("complete", "ring", "random-matching", "base-2")
+
+# Many replicas with the same messages and rules, at the same number of samples per step.
+MANY, SAMPLES_OF_MANY = (16, 64, 256, 1024), 1024
+MESSAGES: dict[str, tuple[str | None, int]] = {
+    "float32": (None, 1),
+    "'int8'": ("int8", 1),
+    "'2bit'": ("2bit", 1),
+    "'1bit'": ("1bit", 1),
+    "'1bit', `mix_every=4`": ("1bit", 4),
+    "'low-rank:4,int8'": ("low-rank:4,int8", 1),
+}
 
 # The planner's: a job, and clusters with their workers per node and links between nodes.
 JOB = Job.of_step(65e6, 60.0, jitter=0.02)
@@ -199,6 +212,7 @@ def simulated(settings: Simulation, seeds: Sequence[int]) -> dict[str, Any]:
     results = [run(replace(settings, seed=seed)) for seed in seeds]
     last = [result.last for result in results]
     return {
+        "loss": fmean(row.loss for row in last),
         "accuracy": fmean(row.accuracy for row in last),
         "worst_accuracy": fmean(row.worst_accuracy for row in last),
         "consensus_distance": fmean(row.consensus_distance for row in last),
@@ -270,6 +284,29 @@ def workers(out: Path, seeds: Sequence[int]) -> None:
 
     panels = {words: points(key) for words, key, _ in parts}
     write_lines(out / "workers.png", panels, "workers", logarithmic=("consensus distance",))
+
+
+def many_workers(out: Path, seeds: Sequence[int]) -> None:
+    """Loss and accuracy of 16 to 1,024 replicas over 'base-2', by message, beside all samples in one batch."""
+    base = Simulation(steps=300, eval_every=50, optimizer="gossip-adamw", topology="base-2")
+    lines: list[dict[str, Any]] = []
+    for name, (compression, h) in MESSAGES.items():
+        for n in MANY:
+            settings = replace(base, n=n, batch=SAMPLES_OF_MANY // n, compression=compression, mix_every=h)
+            lines.append({"messages": name, "workers": n, **simulated(settings, seeds)})
+            print(name, n, lines[-1], flush=True)
+    settings = replace(one_worker(replace(base, n=16, batch=SAMPLES_OF_MANY // 16)), optimizer="adamw")
+    lines.append({"messages": "all samples in one batch", "workers": 1, **simulated(settings, seeds)})
+    rows = []
+    for name in MESSAGES:
+        own = [line for line in lines if line["messages"] == name]
+        cells = [f"{line['loss']:.3f}, {100 * line['accuracy']:.1f} %" for line in own]
+        rows.append([name, f"{own[0]['bytes_per_worker_and_step'] / 1e3:.1f}", *cells])
+    one = f"{lines[-1]['loss']:.3f}, {100 * lines[-1]['accuracy']:.1f} %"
+    rows.append([lines[-1]["messages"], "", *[one] * len(MANY)])
+    headings = ["messages", "kB per worker and step", *(f"{n:,} workers" for n in MANY)]
+    settings_json = {"simulation": asdict(base), "samples_per_step": SAMPLES_OF_MANY, "seeds": list(seeds)}
+    write(out, "many-workers", lines, settings_json, markdown(headings, rows))
 
 
 def step_times(out: Path, seeds: Sequence[int]) -> None:
@@ -346,6 +383,7 @@ EXPERIMENTS = {
     "workers": workers,
     "step-times": step_times,
     "nodes": nodes,
+    "many-workers": many_workers,
 }
 
 
