@@ -120,24 +120,45 @@ def linear(bits: int) -> Coding:
     return Coding(bits, 2, lambda values: encode_linear(values, bits), decode_linear)
 
 
-def coded_mean(values: Tensor, coding: Coding, group: Any = None) -> tuple[Tensor, Tensor]:
-    """The mean over all workers, of codes: each reduces one part in float32, and sends it coded once more.
+def coded_mean(values: Tensor, coding: Coding, sizes: Sequence[int], group: Any = None) -> tuple[Tensor, Tensor]:
+    """The mean over all workers, of codes: each reduces a part of each tensor in float32, and sends it coded once more.
+
+    Tensors, of these ``sizes``, are coded one by one, as their scales differ, and go together.
 
     Returns:
         The mean, and what this worker's message said of its own values.
     """
-    n, count = dist.get_world_size(group), len(values)
-    part = -(-count // n)
-    padded = torch.cat([values, values.new_zeros(n * part - count)])
-    sent = [coding.message(piece) for piece in padded.view(n, part)]
+    n = dist.get_world_size(group)
+    lengths = [-(-size // n) for size in sizes]
+    # Of each worker its part of each tensor.
+    parts: list[list[Tensor]] = [[] for _ in range(n)]
+    for value, length in zip(torch.split(values, list(sizes)), lengths, strict=True):
+        padded = torch.cat([value, value.new_zeros(n * length - len(value))])
+        for own, piece in zip(parts, padded.view(n, length), strict=True):
+            own.append(piece)
+    sent = [torch.cat([coding.message(piece) for piece in own]) for own in parts]
     came = torch.empty(n * len(sent[0]), dtype=torch.uint8)
     dist.all_to_all_single(came, torch.cat(sent), group=group)
-    mean = torch.stack([coding.values(message, part) for message in came.view(n, -1)]).mean(0)
-    message = coding.message(mean)
-    parts = [torch.empty_like(message) for _ in range(n)]
-    dist.all_gather(parts, message, group=group)
-    own = torch.cat([coding.values(message, part) for message in sent])[:count]
-    return torch.cat([coding.values(message, part) for message in parts])[:count], own
+    found = [_pieces(message, coding, lengths) for message in came.view(n, -1)]
+    message = torch.cat([coding.message(torch.stack(pieces).mean(0)) for pieces in zip(*found, strict=True)])
+    means = [torch.empty_like(message) for _ in range(n)]
+    dist.all_gather(means, message, group=group)
+
+    def whole(messages: Sequence[Tensor]) -> Tensor:
+        by_worker = [_pieces(one, coding, lengths) for one in messages]
+        tensors = zip(zip(*by_worker, strict=True), sizes, strict=True)
+        return torch.cat([torch.cat(pieces)[:size] for pieces, size in tensors])
+
+    return whole(means), whole(sent)
+
+
+def _pieces(message: Tensor, coding: Coding, lengths: Sequence[int]) -> list[Tensor]:
+    found, start = [], 0
+    for length in lengths:
+        end = start + -(-length * coding.bits // 8) + 4 * coding.scales
+        found.append(coding.values(message[start:end], length))
+        start = end
+    return found
 
 
 # -- contenders ---------------------------------------------------------------------------------------------------------------
@@ -168,18 +189,11 @@ class OuterMean:
             moved /= dist.get_world_size()
         else:
             self.kept += moved
-            # Of each tensor by itself, as their scales differ.
-            moved, own = _by_tensor(self.kept, self.params, linear(self.bits))
+            moved, own = coded_mean(self.kept, linear(self.bits), [param.numel() for param in self.params])
             self.kept -= own
         self.anchor.grad = moved
         self.outer.step()
         put(self.params, self.anchor.detach())
-
-
-def _by_tensor(values: Tensor, params: Sequence[Tensor], coding: Coding) -> tuple[Tensor, Tensor]:
-    found = [coded_mean(part, coding) for part in torch.split(values, [param.numel() for param in params])]
-    mean, own = zip(*found, strict=True)
-    return torch.cat(mean), torch.cat(own)
 
 
 class Snoo:
@@ -203,7 +217,8 @@ class SparseLoCo:
     """SparseLoCo (arXiv 2508.15706): the largest 64 of each 4096 of the error feedback, with 2 bits, and 12 for the position.
 
     The error feedback decays by ``beta``, which stands for an outer momentum. The levels are those that fit the values sent:
-    per tensor the means of the smaller and of the larger half of their sizes, with a sign.
+    per tensor the means of the smaller and of the larger half of their sizes, with a sign. Of shorter chunks as many values go,
+    and vectors whole.
     """
 
     CHUNK, KEPT = 4096, 64
@@ -219,7 +234,7 @@ class SparseLoCo:
             end, rows = start + param.numel(), []
             for first in range(start, end, self.CHUNK):
                 length = min(self.CHUNK, end - first)
-                rows.append((first, length, max(1, round(length * kept / self.CHUNK))))
+                rows.append((first, length, length if param.dim() == 1 else min(kept, length)))
             self.rows.append(rows)
             start = end
         self.count = 0
@@ -272,8 +287,7 @@ class StreamingDiLoCo:
 
     def __init__(
         self,
-        params: Sequence[nn.Parameter],
-        fragments: int,
+        fragments: Sequence[Sequence[nn.Parameter]],
         h: int,
         delay: int = 5,
         own: float = 0.5,
@@ -281,8 +295,7 @@ class StreamingDiLoCo:
         momentum: float = 0.9,
     ) -> None:
         self.h, self.delay, self.own = h, min(delay, h - 1), own
-        size = -(-len(params) // fragments)
-        self.fragments = [list(params[i : i + size]) for i in range(0, len(params), size)]
+        self.fragments = [list(fragment) for fragment in fragments]
         self.anchors = [nn.Parameter(flat(fragment)) for fragment in self.fragments]
         self.outers = [torch.optim.SGD([anchor], lr=lr, momentum=momentum, nesterov=True) for anchor in self.anchors]
         self.groups = [dist.new_group() for _ in self.fragments]
@@ -303,7 +316,7 @@ class StreamingDiLoCo:
         moved, found = self.anchors[i].detach() - flat(fragment), list[Tensor]()
 
         def reduce() -> None:
-            found.append(coded_mean(moved, E3M0, self.groups[i])[0])
+            found.append(coded_mean(moved, E3M0, [param.numel() for param in fragment], self.groups[i])[0])
 
         thread = threading.Thread(target=reduce)
         thread.start()
@@ -345,7 +358,7 @@ class NoLoCo:
         v <- α v + β mean(Δ) - γ (φ - mean(φ))        φ <- φ + v        θ <- φ
 
     where Δ is the movement of the h steps, φ the slow weights, and means are of the pair; the difference in γ is what keeps
-    workers together. Both Δ and φ are sent.
+    workers together. Both Δ and φ are sent, φ during the h steps, as it is known when they begin.
     """
 
     def __init__(
@@ -355,17 +368,29 @@ class NoLoCo:
         self.slow = flat(params)
         self.momentum = torch.zeros_like(self.slow)
         self.count = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.partner = pairs(dist.get_world_size(), self.count // self.h + 1)[dist.get_rank()]
+        self.theirs, self.sent = torch.empty_like(self.slow), self.slow.clone()
+        self.works = [dist.isend(self.sent, self.partner), dist.irecv(self.theirs, self.partner)]
 
     def __call__(self) -> None:
         self.count += 1
         if self.count % self.h:
             return
-        partner = pairs(dist.get_world_size(), self.count // self.h)[dist.get_rank()]
-        sent = torch.cat([flat(self.params) - self.slow, self.slow])
-        moved, slow = ((sent + swap(sent, partner)) / 2).chunk(2)
-        self.momentum.mul_(self.alpha).add_(moved, alpha=self.beta).sub_(self.slow - slow, alpha=self.gamma)
+        self.close()
+        moved = flat(self.params) - self.slow
+        moved = (moved + swap(moved, self.partner)) / 2
+        self.momentum.mul_(self.alpha).add_(moved, alpha=self.beta).sub_((self.slow - self.theirs) / 2, alpha=self.gamma)
         self.slow += self.momentum
         put(self.params, self.slow)
+        self._begin()
+
+    def close(self) -> None:
+        for work in self.works:
+            assert work is not None
+            work.wait()
 
 
 class FactoredGossip:
@@ -409,15 +434,19 @@ class FactoredGossip:
 class DeMo(torch.optim.Optimizer):
     """DeMo (arXiv 2411.19870): the largest ``most`` coefficients of the cosine transform of each 64 × 64 of the momentum.
 
-    They are sent in every step and subtracted from the momentum, and the step is the sign of their sum over the workers. A
-    coefficient takes 12 bits of position and 16 of value.
+    They are sent in every step and subtracted from the momentum, and the step is the sign of their mean over the workers that
+    sent them. A coefficient takes 12 bits of position and 16 of value.
+
+    ``free``: transforms are left out, where an accelerator would hide them and only times are measured.
     """
 
     SIDE = 64
 
-    def __init__(self, params: Sequence[nn.Parameter], lr: float, most: int = 32, decay: float = 0.999) -> None:
+    def __init__(
+        self, params: Sequence[nn.Parameter], lr: float, most: int = 32, decay: float = 0.999, free: bool = False
+    ) -> None:
         super().__init__(params, {"lr": lr})
-        self.most, self.decay = most, decay
+        self.most, self.decay, self.free = most, decay, free
         self.momenta = [torch.zeros_like(param) for param in params]
         self.bases = {size: cosines(size) for param in params for size in self._sides(param)}
 
@@ -433,10 +462,10 @@ class DeMo(torch.optim.Optimizer):
         rows, columns = param.shape if param.dim() == 2 else (1, param.numel())
         left, right = self.bases[first], self.bases[second]
         if back:
-            chunks = left.T @ values @ right
+            chunks = values if self.free else left.T @ values @ right
             return chunks.view(rows // first, columns // second, first, second).transpose(1, 2).reshape(param.shape)
         chunks = values.view(rows // first, first, columns // second, second).transpose(1, 2).reshape(-1, first, second)
-        return left @ chunks @ right.T
+        return chunks if self.free else left @ chunks @ right.T
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -458,7 +487,7 @@ class DeMo(torch.optim.Optimizer):
             ]
         )
         messages = gathered(message)
-        sums = [torch.zeros(shape) for shape in shapes]
+        sums, counts = ([torch.zeros(shape) for shape in shapes] for _ in range(2))
         own = [
             torch.zeros(shape).scatter_(1, place, size.float())
             for shape, place, size in zip(shapes, places, sizes, strict=True)
@@ -468,10 +497,14 @@ class DeMo(torch.optim.Optimizer):
             values = other[: 2 * count].clone().view(torch.bfloat16).float()
             numbers = unpack(other[2 * count :], 12, count)
             start = 0
-            for total, place in zip(sums, places, strict=True):
+            for total, number, place in zip(sums, counts, places, strict=True):
                 end = start + place.numel()
-                total.scatter_add_(1, numbers[start:end].view_as(place), values[start:end].view_as(place))
+                at = numbers[start:end].view_as(place)
+                total.scatter_add_(1, at, values[start:end].view_as(place))
+                number.scatter_add_(1, at, torch.ones(place.shape))
                 start = end
+        for total, number in zip(sums, counts, strict=True):
+            total.div_(number.clamp_min_(1.0))
         for param, momentum, total, mine in zip(params, self.momenta, sums, own, strict=True):
             first, second = self._sides(param)
             momentum.sub_(self._transform(mine.view(-1, first, second), param, back=True))
@@ -493,16 +526,20 @@ class Muon(torch.optim.Optimizer):
 
     torch's takes bfloat16, which is slow on the processors of the benchmark. The update of a matrix has the size of AdamW's
     (0.2 of the square root of the longer side), so that both take one rate.
+
+    ``free``: nothing is made orthogonal, where an accelerator would hide it and only times are measured.
     """
 
     COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], lr: float, momentum: float = 0.95) -> None:
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], lr: float, momentum: float = 0.95, free: bool = False
+    ) -> None:
         matrices = [param for name, param in named if param.dim() == 2 and "blocks" in name]
         others = [param for name, param in named if not (param.dim() == 2 and "blocks" in name)]
         groups = [{"params": matrices, "muon": True}, {"params": others, "muon": False}]
         super().__init__(groups, {"lr": lr, "weight_decay": 0.01})
-        self.momentum = momentum
+        self.momentum, self.steps = momentum, 0 if free else 5
         self.adamw = torch.optim.AdamW(others, lr=lr, weight_decay=0.01, fused=True)
 
     @torch.no_grad()
@@ -515,7 +552,7 @@ class Muon(torch.optim.Optimizer):
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(param)
             buffer = state["momentum_buffer"].lerp_(param.grad, 1 - self.momentum)
-            update = orthogonal(param.grad.lerp(buffer, self.momentum), self.COEFFICIENTS)
+            update = orthogonal(param.grad.lerp(buffer, self.momentum), self.COEFFICIENTS, self.steps)
             param.mul_(1 - group["lr"] * group["weight_decay"])
             param.add_(update, alpha=-group["lr"] * 0.2 * max(param.shape) ** 0.5)
         self.adamw.param_groups[0]["lr"] = self.param_groups[1]["lr"]

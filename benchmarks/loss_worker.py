@@ -138,10 +138,11 @@ def make_training(run: Run, model: Any) -> Training:
     if kind.startswith("ours"):
         return _ours(run, model, params, kind, *options)
     optimizer: Any
+    free = run.emulated_ms is not None  # an accelerator hides such work
     if kind == "demo":
-        optimizer = contenders.DeMo(params, run.lr, *map(int, options))
+        optimizer = contenders.DeMo(params, run.lr, *map(int, options), free=free)
     elif kind in ("muloco", "muon"):
-        optimizer = contenders.Muon(list(model.named_parameters()), run.lr)
+        optimizer = contenders.Muon(list(model.named_parameters()), run.lr, free=free)
     else:
         optimizer = adamw(params, run)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates(run))
@@ -154,7 +155,7 @@ def make_training(run: Run, model: Any) -> Training:
             optimizer = _post_local(run, model, optimizer, int(options[0]))
         else:
             _compress(model, run.contender)
-    after = _after(kind, params, [int(option) for option in options if option.isdigit()])
+    after = _after(kind, model, params, [int(option) for option in options if option.isdigit()])
 
     def step(x: Tensor, y: Tensor) -> None:
         loss_fn(model, x, y).backward()  # type: ignore[no-untyped-call]
@@ -167,10 +168,16 @@ def make_training(run: Run, model: Any) -> Training:
     return Training(step, getattr(after, "close", lambda: None), params)
 
 
-def _after(kind: str, params: list[nn.Parameter], options: list[int]) -> Any:
+def _after(kind: str, model: nn.Module, params: list[nn.Parameter], options: list[int]) -> Any:
     """What is called after each step of the optimizer; None: nothing is."""
     if kind == "streaming":
-        return contenders.StreamingDiLoCo(params, DEPTH, *options)
+        # Blocks; what is before them belongs to the first one, and what is behind them to the last.
+        fragments: list[list[nn.Parameter]] = [[] for _ in range(DEPTH)]
+        number = 0
+        for name, param in model.named_parameters():
+            number = int(name.split(".")[1]) if name.startswith("blocks.") else number
+            fragments[number].append(param)
+        return contenders.StreamingDiLoCo(fragments, *options)
     outer: dict[str, Any] = {
         "diloco": contenders.OuterMean,
         "muloco": contenders.OuterMean,
@@ -215,7 +222,7 @@ def _ours(
 
     optimizer: Any
     if kind == "ours-muon":
-        optimizer = contenders.Muon(list(model.named_parameters()), run.lr)
+        optimizer = contenders.Muon(list(model.named_parameters()), run.lr, free=run.emulated_ms is not None)
     elif kind == "ours-adamw":
         optimizer = adamw(params, run)
     else:

@@ -139,7 +139,16 @@ def planned(setup: Setup, rate: float | None) -> str:
 
 
 def is_ours(contender: str) -> bool:
-    return contender.startswith("ours/")
+    return contender.startswith("ours")
+
+
+def steps_between(contender: str) -> int:
+    """Steps from one exchange to the next."""
+    kind, *options = contender.split("/")
+    if is_ours(contender):
+        return int(options[2])
+    every = ("post-local", "diloco", "muloco", "sparseloco", "noloco", "factored", "streaming", "snoo")
+    return int(options[0]) if kind in every else 1
 
 
 # Of the plot: Okabe and Ito's colours.
@@ -270,8 +279,8 @@ def train_all(kept: Kept, only: Sequence[str]) -> None:
 
 def timed_run(setup: Setup, contender: str, rate: float | None) -> Run:
     """A run that measures the time of a step, with the clock and the number of steps that fit the contender."""
-    kind, *options = contender.split("/")
-    h = int(options[-1]) if kind in ("post-local", "diloco") or is_ours(contender) else 1
+    kind = contender.partition("/")[0]
+    h = steps_between(contender)
     # Seconds of a whole message: where they are many, few steps are enough, and the processor does not matter. PowerSGD
     # begins with some.
     seconds = 0.0 if rate is None else 32e-6 * setup.params / rate

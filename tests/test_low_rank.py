@@ -323,7 +323,7 @@ def mixing(at: InProcessTransport, compression: str, **how: Any) -> tuple[Any, t
     return model, optimizer, decent_dp.gossip(model, optimizer, **how)
 
 
-@pytest.mark.parametrize(("compression", "rejected"), [("low-rank:2", 2), ("2bit", 4)])
+@pytest.mark.parametrize(("compression", "rejected"), [("low-rank:2", 2), ("2bit", 16)])
 def test_a_load_on_one_worker_is_found_out(caplog, compression, rejected):
     """Its end of the exchange is dropped, and learns nothing from it: bases or references differ, and both start anew."""
 
@@ -339,9 +339,54 @@ def test_a_load_on_one_worker_is_found_out(caplog, compression, rejected):
 
     with caplog.at_level(logging.WARNING):
         (first, a), (second, b) = run_replicas(2, work)
-    assert first == second == rejected  # both matrices, or all tensors, once
+    assert first == second == rejected  # both matrices once, or all four tensors until they are known
     assert not caplog.records
     assert max(np.abs(x - y).max() for x, y in zip(a, b, strict=True)) < 0.1
+
+
+@pytest.mark.parametrize("compression", ["low-rank:2", "2bit"])
+def test_a_load_of_a_part_keeps_the_rest(compression):
+    """A layer is loaded on all workers between two steps: what is in flight is mixed for the other one, and all go on."""
+
+    def work(at: InProcessTransport) -> Any:
+        model, optimizer, replica = mixing(at, compression)
+        train(model, optimizer, range(6), at.rank)
+        before = replica.stats().rejected
+        model[2].load_state_dict(net(7)[2].state_dict())
+        train(model, optimizer, range(6, 12), at.rank)
+        rejected = replica.stats().rejected - before
+        distance = replica.consensus_distance()
+        replica.close()
+        return rejected, distance
+
+    with torch.random.fork_rng():
+        found = run_replicas(2, work)
+    assert found[0] == found[1]
+    assert found[0][0] == 0
+    assert found[0][1] < 0.1
+
+
+def test_a_run_resumes_with_any_other_compression():
+    """What it does not know starts as in a new run."""
+    names = ["low-rank:2", "2bit", "int8"]
+
+    def work(at: InProcessTransport) -> list[bool]:
+        states, seen = {}, []
+        for name in names:
+            model, optimizer, replica = mixing(at, name)
+            train(model, optimizer, range(4), at.rank)
+            states[name] = replica.state_dict()
+            replica.close()
+        for before, after in itertools.permutations(names, 2):
+            model, optimizer, replica = mixing(at, after)
+            replica.load_state_dict(states[before])
+            train(model, optimizer, range(4, 8), at.rank)
+            seen.append(all(bool(param.isfinite().all()) for param in model.parameters()))
+            replica.close()
+        return seen
+
+    with torch.random.fork_rng():
+        assert run_replicas(2, work) == [[True] * 6] * 2
 
 
 @pytest.mark.parametrize("compression", ["low-rank:2,int8", "1bit"])

@@ -11,12 +11,12 @@ __all__ = ["CODES", "FEW_BITS", "bytes_per_number", "needs_pairs", "parse_compre
 # Bytes of a float32 number on the wire.
 CODES: dict[str | None, int] = {None: 4, "bfloat16": 2, "int8": 1}
 # Bits of a number, relative to what the other worker knows.
-FEW_BITS: dict[str | None, int] = {"4bit": 4, "2bit": 2, "1bit": 1}
+FEW_BITS: dict[str, int] = {"4bit": 4, "2bit": 2, "1bit": 1}
 
 
 def bytes_per_number(code: str | None) -> float:
     """Bytes of a float32 number on the wire, with its share of the scale of 512."""
-    return FEW_BITS[code] / 8 + 2 / 512 if code in FEW_BITS else CODES[code]
+    return FEW_BITS[code] / 8 + 2 / 512 if code is not None and code in FEW_BITS else CODES[code]
 
 
 def needs_pairs(compression: str | None) -> bool:
@@ -45,7 +45,7 @@ def parse_compression(compression: object) -> tuple[int | None, str | None]:
             f"'low-rank:4,bfloat16' send them with fewer bytes. Got {compression!r}."
         )
     # 'float32' and 'fp32' mean None, and would be taken for 'bfloat16'.
-    hint = "" if str(compression).startswith("f") else did_you_mean(compression, [*names, *map(str, FEW_BITS), "low-rank:4"])
+    hint = "" if str(compression).startswith("f") else did_you_mean(compression, [*names, *FEW_BITS, "low-rank:4"])
     raise ValueError(
         "compression must be None (every dtype as it is), 'bfloat16', 'int8', '4bit', '2bit', '1bit' or 'low-rank:R' (such as "
         f"'low-rank:4,int8'), got {compression!r}{hint or '.'}"

@@ -56,7 +56,7 @@ def check_compression(compression: object) -> type[Compression]:
         ValueError: there is no such compression.
     """
     rank, code = parse_compression(compression)
-    if code in FEW_BITS:
+    if code is not None and code in FEW_BITS:
         return few_bits(FEW_BITS[code])
     return COMPRESSIONS[code] if rank is None else low_rank(rank, COMPRESSIONS[code])
 
@@ -65,6 +65,6 @@ def for_momentum(compression: type[Compression]) -> type[Compression]:
     """Returns the compression of tracked momenta, given that of the parameters: 'int8' if that leaves a part of the differences
     in the replicas, else the same.
 
-    Between two mixes a momentum changes in all directions, and by as much as it is.
+    Between two mixes a momentum changes in all directions, by about its own size.
     """
     return Int8 if compression.partial else compression

@@ -161,8 +161,11 @@ class Compression(ABC):
         self.rejected = 0
 
     def start(self, values: Sequence[Tensor]) -> None:
-        """Training begins from these values, which are the same on all workers; or goes on from them, after they were
-        replaced on all of them."""
+        """Training begins from these values, which are the same on all workers."""
+        return
+
+    def replaced(self, values: Sequence[Tensor], numbers: Sequence[int]) -> None:
+        """The flat tensors of these numbers have new values, probably the same on all workers."""
         return
 
     def begin(self, edge: tuple[int, ...], rank: int, meeting: int) -> None:

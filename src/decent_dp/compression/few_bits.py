@@ -11,10 +11,11 @@ about half of the distance of the replicas and what they have moved since, which
 compression of differences to a known estimate as in CHOCO-SGD (Koloskova, Stich and Jaggi, arXiv 1902.00340), with one
 reference for both ends of an edge in place of one for each worker at all of its neighbours.
 
-An edge begins with the values with which training began, which are the same on all workers. The reference is kept in bfloat16,
-rounded alike at both ends. A digest of all that has gone into it is sent along. If the ends disagree (a worker joined, or one
-end of an exchange could not use it), both begin anew from zero. Until the reference is near the values again, which takes a
-few exchanges, they change it only, and mix nothing.
+An edge begins with the values with which training began, which are the same on all workers. References have the precision of
+arithmetic: in bfloat16 small sums of messages would be rounded away, and both ends would send the same code for ever
+(docs/lab/log.md, 2026-12-01). A digest of all that has gone into a reference is sent along. If the ends disagree (a worker
+joined, or one end of an exchange could not use it), both begin anew from zero. Until the reference is near the values again,
+which takes a few exchanges, they change it only, and mix nothing. The same holds for an edge that first meets late in training.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ _ON_CPU, _ON_GPU = 2**16, 2**24
 _HEAD = 16
 # A reference is near the values if the difference is at most this share of them, or after so many exchanges.
 _NEAR, _EXCHANGES = 1 / 16, 8
+# In so many exchanges of a bucket from the start on the origin counts as near.
+_EARLY = 16
+# Values whose digest is made at once.
+_DIGESTED = 2**20
 # Sizes that codes stand for, in units of the root mean square of a block: the first, and their distance. They have the least
 # squared error for a normal distribution (Max, "Quantizing for minimum distortion", 1960).
 _LEVELS = {1: (0.7979, 0.0), 2: (0.4528, 1.0572), 4: (0.1676, 0.3352)}
@@ -57,10 +62,10 @@ class _Reference:
     """Of an edge.
 
     Attributes:
-        values: as the layout of the bucket has them, bfloat16.
+        values: as the layout of the bucket has them.
         digest: of all that has gone into them.
         near: whether they are near the replica's.
-        exchanges: of which it has learned.
+        exchanges: of which it has learned; of the origin those of all edges.
     """
 
     values: Tensor
@@ -97,6 +102,8 @@ class FewBits(Compression):
         self._origin: _Reference | None = None
         self._references: dict[tuple[int, ...], _Reference] = {}
         self._edge: tuple[int, ...] = ()
+        # Exchanges in a row in which the ends had other references.
+        self._mismatches = 0
         self._scratch: Tensor | None = None
         self._numba = load_numba("few_bits_numba") if (dtype, device.type) == (torch.float32, "cpu") else None
 
@@ -137,7 +144,14 @@ class FewBits(Compression):
         if values:
             flat = self._zeros()
             torch._foreach_copy_(self._views(flat), list(values))
-            self._origin, self._references = _Reference(flat, self._digest_of(flat)), {}
+            self._origin, self._references = _Reference(flat, self._digest_of(flat, range(len(self.tensors)))), {}
+
+    def replaced(self, values: Sequence[Tensor], numbers: Sequence[int]) -> None:
+        for reference in (*([] if self._origin is None else [self._origin]), *self._references.values()):
+            views = self._views(reference.values)
+            for number in numbers:
+                views[number].copy_(values[number])
+            reference.digest = _signed(reference.digest * _FACTOR + self._digest_of(reference.values, numbers))
 
     def begin(self, edge: tuple[int, ...], rank: int, meeting: int) -> None:
         self._edge = edge
@@ -148,18 +162,21 @@ class FewBits(Compression):
         if found is not None:
             return found
         if self._origin is not None:
-            return _Reference(self._origin.values, self._origin.digest)
+            near = self._origin.near and self._origin.exchanges < _EARLY
+            return _Reference(self._origin.values, self._origin.digest, near)
         return _Reference(self._zeros(), 0, near=False)
 
     def _zeros(self) -> Tensor:
-        return torch.zeros(self._rows * _BLOCK, dtype=torch.bfloat16, device=self.device)
+        return torch.zeros(self._rows * _BLOCK, dtype=self.compute, device=self.device)
 
-    def _digest_of(self, flat: Tensor) -> int:
+    def _digest_of(self, flat: Tensor, numbers: Sequence[int]) -> int:
         """Of values that came from elsewhere; it does not depend on how buckets are cut."""
-        total = 0
-        for tensor, values in zip(self.tensors, self._views(flat), strict=True):
-            for start in range(0, len(values), _ON_GPU):
-                bits = values[start : start + _ON_GPU].view(torch.int16).to(torch.int64)
+        total, views = 0, self._views(flat)
+        as_bits = torch.int64 if self.compute == torch.float64 else torch.int32
+        for number in numbers:
+            tensor, values = self.tensors[number], views[number]
+            for start in range(0, len(values), _DIGESTED):
+                bits = values[start : start + _DIGESTED].view(as_bits).to(torch.int64, copy=True)
                 weights = torch.arange(start, start + len(bits), device=self.device).mul_(2).add_(1)
                 total += (2 * tensor.index + 1) * int(bits.mul_(weights).sum())
         return _signed(total)
@@ -175,6 +192,7 @@ class FewBits(Compression):
         rest, known = flat.view(-1, _BLOCK), reference.values.view(-1, _BLOCK)
         size = None if reference.near else rest.square().sum(dtype=torch.float64)
         scales = self._scales(out)
+        out[_HEAD + 2 * self._rows : self._planes_at].zero_()
         self._encode(rest, known, scales, self._planes(out))
         if size is not None:
             far = (scales.to(torch.float64).square() * self._counts).sum()
@@ -191,8 +209,8 @@ class FewBits(Compression):
         # The number of a level is that of whole distances from here.
         offset = (first - apart / 2) / apart if apart else 0.0
         if self._numba is not None:
-            bits, counts = _bits_of(known), self._counts.numpy()
-            self._numba.encode_rows(rest.numpy(), bits, counts, apart, offset, _bits_of(scales), planes.numpy())
+            arrays = rest.numpy(), known.numpy(), self._counts.numpy()
+            self._numba.encode_rows(*arrays, apart, offset, _bits_of(scales), planes.numpy())
             return
         for part in self._parts():
             rows = rest[part].sub_(known[part])
@@ -247,12 +265,15 @@ class FewBits(Compression):
         if not self.nbytes:
             return None
         (own, here), (other, there) = (message[:_HEAD].view(torch.int64).tolist() for message in (sent, received))
+        self._mismatches = 0 if own == other else self._mismatches + 1
+        found = self._room() if own == other and here == there == 1 else None
+        self.rejected += len(self.tensors) if found is None else 0
         if own != other:
-            self.rejected += len(self.tensors)
             self._references[self._edge] = _Reference(self._zeros(), 0, near=False)
             return None
-        found = self._room() if here == there == 1 else None
-        self._learn(self._references[self._edge], sent, received, None if found is None else found.view(-1, _BLOCK))
+        # Of one that was dropped since (a load), the differences are those of the messages, as at the other end.
+        reference = self._references.get(self._edge) or _Reference(self._zeros(), 0)
+        self._learn(reference, sent, received, None if found is None else found.view(-1, _BLOCK))
         return found
 
     def _learn(self, reference: _Reference, sent: Tensor, received: Tensor, out: Tensor | None) -> None:
@@ -264,13 +285,15 @@ class FewBits(Compression):
         total = sum(int(message[_HEAD:-FLAG].view(torch.int64).sum()) for message in (sent, received))
         reference.digest = _signed(reference.digest * _FACTOR + total)
         reference.exchanges += 1
+        if self._origin is not None:
+            self._origin.exchanges += 1
 
     def _move(self, known: Tensor, sent: Tensor, received: Tensor, out: Tensor | None) -> None:
         if self._numba is not None:
             read = [(_bits_of(self._scales(message)), self._planes(message).numpy()) for message in (sent, received)]
             signs, written = _signs(self.device, self.compute).numpy(), known.new_empty(0, _BLOCK, dtype=self.compute)
             written = written if out is None else out
-            self._numba.learn_rows(_bits_of(known), *read[0], *read[1], *_LEVELS[self.bits], signs, written.numpy())
+            self._numba.learn_rows(known.numpy(), *read[0], *read[1], *_LEVELS[self.bits], signs, written.numpy())
             return
         for part in self._parts():
             ours, theirs = self._decode(sent, part), self._decode(received, part)
@@ -292,6 +315,9 @@ class FewBits(Compression):
         number = next(number for number in reversed(range(len(self.tensors))) if self._first[number] <= row)
         return number, (row - self._first[number]) * _BLOCK
 
+    def stuck(self, rounds: int) -> list[int]:
+        return list(range(len(self.tensors))) if self._mismatches >= rounds else []
+
     # -- saving and resuming ------------------------------------------------------------------------------------------
 
     def state(self) -> list[dict[str, Tensor]]:
@@ -311,14 +337,15 @@ class FewBits(Compression):
         for name in sorted(names):
             saved = [(entries.get(f"{name}.reference"), entries.get(f"{name}.near")) for entries in by_tensor]
             flat = self._zeros()
-            near, exchanges = True, 0
+            found: list[tuple[bool, int]] = []
             for view, (values, flags) in zip(self._views(flat), saved, strict=True):
                 if values is None or flags is None or values.shape != view.shape:
-                    near = False
+                    found.append((False, 0))
                     continue
                 view.copy_(values)
-                near, exchanges = near and bool(flags[0]), max(exchanges, int(flags[1]))
-            reference = _Reference(flat, self._digest_of(flat), near, exchanges)
+                found.append((bool(flags[0]), int(flags[1])))
+            digest = self._digest_of(flat, range(len(self.tensors)))
+            reference = _Reference(flat, digest, all(near for near, _ in found), min(exchanges for _, exchanges in found))
             if name:
                 self._references[tuple(map(int, name.split("-")))] = reference
             else:

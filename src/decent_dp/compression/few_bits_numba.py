@@ -30,7 +30,7 @@ def _wide(bits: Any) -> Any:
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
-@_compiled("void(float32[:, ::1], uint16[:, ::1], float32[::1], float32, float32, uint16[::1], uint8[:, :, ::1])")
+@_compiled("void(float32[:, ::1], float32[:, ::1], float32[::1], float32, float32, uint16[::1], uint8[:, :, ::1])")
 def encode_rows(values: Any, known: Any, counts: Any, apart: Any, offset: Any, scales: Any, planes: Any) -> None:
     """Writes the scales and the planes of bits of ``values - known``; ``values`` become that difference.
 
@@ -44,7 +44,7 @@ def encode_rows(values: Any, known: Any, counts: Any, apart: Any, offset: Any, s
         value, reference = values[row], known[row]
         total = np.float32(0)
         for i in range(len(value)):
-            value[i] = np.float32(value[i] - _wide(reference[i]))
+            value[i] = np.float32(value[i] - reference[i])
         # Sums of every eighth element, which a processor makes at once.
         sums = np.zeros(8, np.float32)
         for start in range(0, len(value), 8):
@@ -101,7 +101,7 @@ def _decode(planes: Any, row: Any, scale: Any, first: Any, apart: Any, signs: An
 
 
 @_compiled(
-    "void(uint16[:, ::1], uint16[::1], uint8[:, :, ::1], uint16[::1], uint8[:, :, ::1], float64, float64, float32[:, ::1], "
+    "void(float32[:, ::1], uint16[::1], uint8[:, :, ::1], uint16[::1], uint8[:, :, ::1], float64, float64, float32[:, ::1], "
     "float32[:, ::1])"
 )
 def learn_rows(
@@ -126,4 +126,4 @@ def learn_rows(
                 out[row, i] = np.float32(other[i] - own[i])
         for i in range(len(own)):
             mean = np.float32(np.float32(own[i] + other[i]) * np.float32(0.5))
-            reference[i] = _narrow(np.float32(mean + _wide(reference[i])))
+            reference[i] = np.float32(mean + reference[i])

@@ -124,7 +124,7 @@ class _EdgeBases:
             for key, basis in entries.items():
                 members, _, place = key.partition(".")
                 # The run that is resumed may have had another compression, or another rank.
-                if not (place and self._matrices[number]):
+                if place not in ("0", "1") or not members or not self._matrices[number]:
                     continue
                 side = int(place)
                 if basis.shape != (tensor.rows if side else tensor.columns, self._rank):

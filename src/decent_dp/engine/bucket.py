@@ -90,7 +90,8 @@ class Bucket:
         self._copies: list[Tensor] = []
         with torch.no_grad():
             self.states = [rule.state(value) for value in self.values]
-            self.compression.start(self.values)
+            if topology.world_size > 1:
+                self.compression.start(self.values)
 
     @property
     def values(self) -> list[Tensor]:
@@ -216,7 +217,8 @@ class Bucket:
         """Resets the rule's state of the tensors whose values were replaced, and what the compression knows of them."""
         if self._outdated:
             self.renew_rule(self._outdated)
-            self.compression.start(self.values)
+            numbers = [i for i, name in enumerate(self.buffer.names) if name in self._outdated]
+            self.compression.replaced(self.values, numbers)
         self._outdated.clear()
 
     @torch.no_grad()

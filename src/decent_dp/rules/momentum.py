@@ -37,9 +37,9 @@ class MomentumRule(Rule):
         """
         if self.momentum and partial:
             raise ValueError(
-                f"{self!r} does not work with compression='low-rank:...': its momentum repeats a pull in directions that the "
-                "next mixes do not see, and replicas are driven apart. Use momentum=0, or compression=None, 'bfloat16' or "
-                "'int8'."
+                f"{self!r} does not work with a compression that leaves a part of the differences in the replicas "
+                "('low-rank:...', '4bit', '2bit' and '1bit'): its momentum repeats a pull that the next mixes do not see, and "
+                "replicas are driven apart. Use momentum=0, or compression=None, 'bfloat16' or 'int8'."
             )
         if not grows(self, topology):
             return self

@@ -80,7 +80,7 @@ class Rule(ABC):
             topology: includes ``mix_every`` and the weights of the replicas.
             lossy: whether values are rounded on the way, so that in groups of more than two the differences add up to zero on
                 average only.
-            partial: whether ``d`` is a part of the difference, and the rest stays in the replicas (low-rank compression).
+            partial: whether ``d`` is a part of the difference, and the rest stays in the replicas.
 
         Raises:
             ValueError: the rule does not work with it.
