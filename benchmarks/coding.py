@@ -57,7 +57,7 @@ class Bucket:
         self.flat = list(replicas)
         self.codings = [kind(tensors, plan.dtype, plan.device) for _ in replicas]
         for coding in self.codings:
-            coding.start(self.values[0])
+            coding.load_state([{"known": value} for value in self.values[0]])
         self.messages = [torch.empty(coding.nbytes, dtype=torch.uint8) for coding in self.codings]
         self.hints: list[bytes] = []
 

@@ -59,7 +59,7 @@ class Pair:
         assert issubclass(kind, FewBits)
         self.ends = [kind([FlatTensor(i, length) for i, length in enumerate(lengths)], dtype, CPU) for _ in self.EDGE]
         for end, origin in zip(self.ends, origins or [[np.zeros(length) for length in lengths]] * 2, strict=True):
-            end.start(self.flat(origin))
+            end.load_state([{"known": value} for value in self.flat(origin)])
 
     def flat(self, values: Sequence[np.ndarray]) -> list[Tensor]:
         return [torch.tensor(value, dtype=self.dtype) for value in values]
@@ -196,11 +196,11 @@ def test_values_that_were_replaced_on_both_ends_are_known():
     loaded = 100 * drawn(3000, seed=3)
     new = [[loaded + 0.1 * own[0], own[1]] for own in x]
     for end in pair.ends:
-        end.replaced(pair.flat([loaded, x[0][1]]), [0])
+        end.load_state([{"known": pair.flat([loaded])[0]}, {}])
     [[first, second], _] = pair.meet(new)
     assert np.abs(first - (new[1][0] - new[0][0])).mean() < 0.1
     assert np.abs(second - (x[1][1] - x[0][1])).mean() < 0.5
-    pair.ends[0].replaced(pair.flat(new[0]), [1])
+    pair.ends[0].load_state([{}, {"known": pair.flat(new[0])[1]}])
     assert pair.meet(new) == [[None, None]] * 2
 
 
@@ -210,7 +210,7 @@ def test_an_exchange_in_flight_is_mixed_after_its_reference_was_dropped():
     pair, twin = Pair([700]), Pair([700])
     messages = pair.send(x)
     for end in pair.ends:
-        end.start(pair.flat(x[0]))
+        end.load_state([{"known": value} for value in pair.flat(x[0])])
     [(_, found, _)] = pair.ends[0].differences(*messages)
     [[expected], _] = twin.meet(x)
     assert found is not None

@@ -110,8 +110,7 @@ def gossip(
         optimizer: any ``torch.optim.Optimizer`` over its parameters, or several; a round ends when each has stepped.
         topology: who mixes with whom in each round: a registered name or a ``Topology``; or 'complete:500,base-2', in turn.
         compression: None: parameters in their own dtypes. 'bfloat16'; 'int8' (a byte, relative to the distance of replicas);
-            for topologies of pairs '4bit', '2bit', '1bit' (relative to a reference that both ends of a pair keep, a
-            copy per partner), and 'low-rank:R' or 'low-rank:R,int8' (projections of rank R).
+            for pairs '4bit', '2bit', '1bit' (each keeps a copy per partner), 'low-rank:R' and 'low-rank:R,int8' (of rank R).
         mix_every: mix each parameter in every ``mix_every``-th round only, in turns.
         rule: how received parameters are applied, from ``decent_dp.rules``; None for plain gossip.
         overlap: exchange during the next forward, backward and step; else a step returns after its exchange is mixed in.

@@ -160,14 +160,6 @@ class Compression(ABC):
         self.compute = torch.promote_types(dtype, torch.float32)
         self.rejected = 0
 
-    def start(self, values: Sequence[Tensor]) -> None:
-        """Training begins from these values, which are the same on all workers."""
-        return
-
-    def replaced(self, values: Sequence[Tensor], numbers: Sequence[int]) -> None:
-        """The flat tensors of these numbers have new values, probably the same on all workers."""
-        return
-
     def begin(self, edge: tuple[int, ...], rank: int, meeting: int) -> None:
         """Announces the next exchange.
 
@@ -248,7 +240,11 @@ class Compression(ABC):
         return [{} for _ in self.tensors]
 
     def load_state(self, by_tensor: Sequence[Mapping[str, Tensor]]) -> None:
-        """Resumes from what ``state`` returned. What is missing, or of another compression, starts as in a new run."""
+        """Resumes from what ``state`` returned. What is missing, or of another compression, starts as in a new run.
+
+        An entry 'known' has the present values of a tensor, which are probably the same on all workers: at the start, and of
+        tensors that were loaded. Without other entries they take the place of what was known of these tensors.
+        """
         return
 
     @abstractmethod

@@ -91,7 +91,6 @@ class FewBits(Compression):
         self.hint_nbytes = 0
         rows = [-(-tensor.numel // _BLOCK) for tensor in self.tensors]
         self._first = [0, *itertools.accumulate(rows)]
-        self._rows = self._first[-1]
         counts = [min(_BLOCK, tensor.numel - at) for tensor in self.tensors for at in range(0, tensor.numel, _BLOCK)]
         self._counts = torch.tensor(counts, dtype=self.compute, device=device)
         # Scales, then one plane of bits after another, then the flag.
@@ -106,6 +105,11 @@ class FewBits(Compression):
         self._mismatches = 0
         self._scratch: Tensor | None = None
         self._numba = load_numba("few_bits_numba") if (dtype, device.type) == (torch.float32, "cpu") else None
+
+    @property
+    def _rows(self) -> int:
+        """Blocks of all tensors."""
+        return self._first[-1]
 
     # -- layout -------------------------------------------------------------------------------------------------------
 
@@ -140,18 +144,15 @@ class FewBits(Compression):
 
     # -- the reference --------------------------------------------------------------------------------------------------
 
-    def start(self, values: Sequence[Tensor]) -> None:
-        if values:
-            flat = self._zeros()
-            torch._foreach_copy_(self._views(flat), list(values))
-            self._origin, self._references = _Reference(flat, self._digest_of(flat, range(len(self.tensors)))), {}
-
-    def replaced(self, values: Sequence[Tensor], numbers: Sequence[int]) -> None:
+    def _start(self, known: Mapping[int, Tensor]) -> None:
+        """Training goes on from these values of some tensors, or of all."""
+        if len(known) == len(self.tensors):
+            self._origin, self._references = _Reference(self._zeros(), 0), {}
         for reference in (*([] if self._origin is None else [self._origin]), *self._references.values()):
             views = self._views(reference.values)
-            for number in numbers:
-                views[number].copy_(values[number])
-            reference.digest = _signed(reference.digest * _FACTOR + self._digest_of(reference.values, numbers))
+            for number, value in known.items():
+                views[number].copy_(value)
+            reference.digest = _signed(reference.digest * _FACTOR + self._digest_of(reference.values, list(known)))
 
     def begin(self, edge: tuple[int, ...], rank: int, meeting: int) -> None:
         self._edge = edge
@@ -177,7 +178,7 @@ class FewBits(Compression):
             tensor, values = self.tensors[number], views[number]
             for start in range(0, len(values), _DIGESTED):
                 bits = values[start : start + _DIGESTED].view(as_bits).to(torch.int64, copy=True)
-                weights = torch.arange(start, start + len(bits), device=self.device).mul_(2).add_(1)
+                weights = torch.arange(start, start + len(bits), dtype=torch.int64, device=self.device).mul_(2).add_(1)
                 total += (2 * tensor.index + 1) * int(bits.mul_(weights).sum())
         return _signed(total)
 
@@ -197,7 +198,7 @@ class FewBits(Compression):
         if size is not None:
             far = (scales.to(torch.float64).square() * self._counts).sum()
             reference.near = bool(far <= _NEAR**2 * size) or reference.exchanges >= _EXCHANGES
-        out[:_HEAD].view(torch.int64).copy_(torch.tensor([reference.digest, reference.near]))
+        out[:_HEAD].view(torch.int64).copy_(torch.tensor([reference.digest, reference.near], dtype=torch.int64, device="cpu"))
         finite = scales.isfinite().all()
         flag_view(out).copy_(torch.where(finite, 0, message_id.rank + 1))
         self._references.setdefault(self._edge, reference)
@@ -328,12 +329,16 @@ class FewBits(Compression):
             name = "-".join(map(str, edge))
             for own, values in zip(found, self._views(reference.values), strict=True):
                 own[f"{name}.reference"] = values
-                own[f"{name}.near"] = torch.tensor([reference.near, reference.exchanges])
+                own[f"{name}.near"] = torch.tensor([reference.near, reference.exchanges], dtype=torch.int64, device="cpu")
         return found
 
     def load_state(self, by_tensor: Sequence[Mapping[str, Tensor]]) -> None:
-        self._origin, self._references = None, {}
+        known = {number: entries["known"] for number, entries in enumerate(by_tensor) if "known" in entries}
         names = {key.removesuffix(".reference") for entries in by_tensor for key in entries if key.endswith(".reference")}
+        if known and not names:
+            self._start(known)
+            return
+        self._origin, self._references = None, {}
         for name in sorted(names):
             saved = [(entries.get(f"{name}.reference"), entries.get(f"{name}.near")) for entries in by_tensor]
             flat = self._zeros()
@@ -370,8 +375,8 @@ def _signed(number: int) -> int:
 @functools.cache
 def _signs(device: torch.device, dtype: torch.dtype) -> Tensor:
     """For each byte -1 for each bit that is set, and 1 for the others, from the lowest on: of shape (256, 8)."""
-    bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
-    return (1 - 2 * bits).to(device=device, dtype=dtype)
+    numbers, places = (torch.arange(count, dtype=torch.int64, device=device) for count in (256, 8))
+    return (1 - 2 * (numbers[:, None] >> places & 1)).to(dtype)
 
 
 @functools.cache

@@ -91,7 +91,7 @@ class Bucket:
         with torch.no_grad():
             self.states = [rule.state(value) for value in self.values]
             if topology.world_size > 1:
-                self.compression.start(self.values)
+                self._know(buffer.names, {})
 
     @property
     def values(self) -> list[Tensor]:
@@ -215,25 +215,21 @@ class Bucket:
     @torch.no_grad()
     def renew(self) -> None:
         """Resets the rule's state of the tensors whose values were replaced, and what the compression knows of them."""
-        if self._outdated:
-            self.renew_rule(self._outdated)
-            numbers = [i for i, name in enumerate(self.buffer.names) if name in self._outdated]
-            self.compression.replaced(self.values, numbers)
-        self._outdated.clear()
-
-    @torch.no_grad()
-    def start_unknown(self) -> None:
-        """Lets the compression begin from the present values, if it has no state that was saved."""
-        if not any(self.compression.state()):
-            self.compression.start(self.values)
-
-    @torch.no_grad()
-    def renew_rule(self, names: set[str]) -> None:
-        """Resets the rule's state of these tensors."""
-        for name, value, state in self._named():
-            if name in names:
+        for name, value, state in self._named() if self._outdated else ():
+            if name in self._outdated:
                 for key, fresh in self.rule.state(value).items():
                     state[key].copy_(fresh)
+        if self._outdated:
+            self._know(self._outdated, {})
+        self._outdated.clear()
+
+    def _know(self, names: Iterable[str], saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Lets the compression know the present values of these tensors, and what was saved of it."""
+        if self.compression.by_parameter:  # one flat tensor for all parameters has no state
+            known = {
+                name: {"known": value} for name, value in zip(self.buffer.names, self.values, strict=True) if name in names
+            }
+            self.compression.load_state([{**saved.get(name, {}), **known.get(name, {})} for name in self.buffer.names])
 
     def _named(self) -> Iterable[tuple[str, Tensor, dict[str, Tensor]]]:
         """Yields (name, values, rule's state) of each tensor, as 1-D views."""
@@ -279,5 +275,4 @@ class Bucket:
 
     def load_compression_state(self, by_name: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Loads the result of ``compression_state``, which may come from other buckets, or from another compression."""
-        if len(self.compression.tensors) == len(self.buffer.names):
-            self.compression.load_state([by_name.get(name, {}) for name in self.buffer.names])
+        self._know(self.buffer.names, by_name)

@@ -252,11 +252,6 @@ class Engine:
         for bucket in self.buckets:
             bucket.renew()
 
-    def renew_rules(self) -> None:
-        """Resets the rule's state of all tensors."""
-        for bucket in self.buckets:
-            bucket.renew_rule(set(bucket.buffer.names))
-
     def drop(self) -> None:
         """Finishes the exchange in flight without mixing it in.
 

@@ -223,10 +223,11 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None]) 
             install()
             replica._use_buckets(buckets)
             engine.round, engine.factor = state["round"], state["factor"]
-            for bucket in buckets:
-                bucket.start_unknown()
             if not state["rule"]["state"]:
-                engine.renew_rules()
+                engine.mark_stale()  # the rule's state is reset to these values
+                engine.renew()
+            for bucket in buckets:
+                bucket.load_compression_state(state["compression"])
             weight = None if replica.mean.weights is None else replica.mean.weights[0]
             # What mixes have changed added up to zero over those that saved, by weight. A part without parameters may be one
             # worker's on all.
@@ -245,7 +246,6 @@ def _prepare(replica: Replica, state: dict[str, Any], undo: contextlib.ExitStack
     for bucket in buckets:
         if state["rule"]["state"]:
             bucket.load_rule_state(state["rule"]["state"])
-        bucket.load_compression_state(state["compression"])
     modules = _with_extra_state(replica.model)
     for name, value in state.get("extra_state", {}).items():
         undo.callback(modules[name].set_extra_state, copy.deepcopy(modules[name].get_extra_state()))
