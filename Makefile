@@ -12,7 +12,7 @@ comma := ,
 OLDEST_PYTHON ?= python3.10
 NEWEST_PYTHON ?= python3.13
 
-.PHONY: help test test-all test-tools slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench holes figures bench-net bench-net-long bench-net-nodes bench-gossip bench-faults-net bench-fast bench-shapes bench-time-to-loss bench-optim bench-coding bench-overhead bench-plan plan-nodes bench-faults bench-slow-faults node-learning bench-large-join bench-unequal bench-unequal-sim bench-membership endurance kills chaos-demo bench-checkpoint examples slurm trace gpu docs dist clean
+.PHONY: help test test-all test-tools slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench holes figures bench-net bench-net-long bench-net-nodes bench-gossip bench-faults-net bench-fast bench-shapes bench-time-to-loss bench-optim bench-coding bench-overhead bench-plan plan-nodes bench-faults bench-slow-faults node-learning bench-large-join bench-unequal bench-unequal-sim bench-membership endurance kills chaos-demo bench-checkpoint examples slurm trace gpu gpu-proof docs dist clean
 
 help:  ## lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -187,9 +187,12 @@ slurm: $(VENV)/.installed  ## the tests under a real Slurm of two nodes on this 
 	$(BIN)/python -m pytest -n 0 -rs --durations=0 --durations-min=1 tests/test_slurm.py
 
 # Installs nothing, because machines with a GPU have their own torch.
-gpu: OUT ?= runs
+gpu gpu-proof: OUT ?= runs
 gpu:  ## the situations of real scripts on one GPU, with PYTHON as it is (10 minutes at most): table, and JSON in OUT
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --out $(OUT)/gpu.json
+
+gpu-proof:  ## loss against steps of 8 replicas of 25 million parameters on one GPU, with PYTHON as it is (10 minutes)
+	PYTHONPATH=src:. $(PYTHON) -m benchmarks.gpu.proof --out $(OUT)/gpu-proof.json
 
 docs: $(VENV)/.installed  ## the pages as a site under runs/site, with the reference generated from docstrings; broken links are errors
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'

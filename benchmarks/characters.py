@@ -29,7 +29,7 @@ class Block(nn.Module):
         parts = self.inputs(self.before(x)).view(samples, length, 3, self.HEADS, width // self.HEADS)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         scores = query @ key.transpose(-1, -2) / math.sqrt(width // self.HEADS)
-        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        later = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
         mixed = scores.masked_fill(later, -1e9).softmax(-1) @ value
         x = x + self.outputs(mixed.transpose(1, 2).reshape(samples, length, width))
         result: Tensor = x + self.down(F.gelu(self.up(self.between(x))))
