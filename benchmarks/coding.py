@@ -91,8 +91,8 @@ def measure(turns: int, width: int = WIDTH, blocks: int = BLOCKS) -> dict[str, d
         kind = check_compression(name)
         for form in FORMS if name == "int8" else FORMS[:1]:
             with without_kernels() if form == "torch" else contextlib.nullcontext():
-                own = [(first.clone(), second.clone()) for first, second in replicas]
-                found = [Bucket(plan, pair, kind) for plan, pair in zip(plans, own, strict=True)]
+                pairs = [(first.clone(), second.clone()) for first, second in replicas]
+                found = [Bucket(plan, pair, kind) for plan, pair in zip(plans, pairs, strict=True)]
             forms[name or "float32", form] = found
     times: dict[tuple[str, str, str], list[float]] = {}
     for turn in range(2 + turns):

@@ -339,7 +339,7 @@ def pairs(n: int, number: int) -> list[int]:
     order = np.random.default_rng([n, number]).permutation(n)
     partner = np.empty(n, dtype=int)
     partner[order[0::2]], partner[order[1::2]] = order[1::2], order[0::2]
-    return partner.tolist()
+    return [int(rank) for rank in partner]
 
 
 def swap(values: Tensor, partner: int) -> Tensor:
@@ -563,7 +563,7 @@ def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: 
     """A matrix with singular values near 1, by Newton and Schulz's iteration (Jordan et al., "Muon", 2024)."""
     a, b, c = coefficients
     tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
+    x: Tensor = matrix.T if tall else matrix
     x = x / x.norm().clamp_min(1e-7)
     for _ in range(steps):
         square = x @ x.T

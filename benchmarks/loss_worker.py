@@ -140,7 +140,7 @@ def make_training(run: Run, model: Any) -> Training:
     optimizer: Any
     free = run.emulated_ms is not None  # an accelerator hides such work
     if kind == "demo":
-        optimizer = contenders.DeMo(params, run.lr, *map(int, options), free=free)
+        optimizer = contenders.DeMo(params, run.lr, most=int(options[0]), free=free)
     elif kind in ("muloco", "muon"):
         optimizer = contenders.Muon(list(model.named_parameters()), run.lr, free=free)
     else:

@@ -510,7 +510,8 @@ def table(results: Mapping[str, Any]) -> str:
 
 def _sent(contender: str, row: Mapping[str, Any], sent: float, ddp: float) -> float:
     """Bytes per step in units of DDP's, its first steps with whole gradients among them."""
-    return elapsed(contender, row["steps"], row["steps"], {"ddp": 1.0, contender: sent / ddp}) / row["steps"] * 1e3
+    steps = float(row["steps"])
+    return elapsed(contender, steps, steps, {"ddp": 1.0, contender: sent / ddp}) / steps * 1e3
 
 
 def headline(results: Mapping[str, Any]) -> str:

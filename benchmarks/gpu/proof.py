@@ -135,9 +135,9 @@ class Training:
         return float(loss_fn(self.cluster.mean_model(), x, y))
 
 
-def timed(way: Way, *rest: Any) -> float:
+def timed(way: Way, model: nn.Module, data: Tensor, device: torch.device) -> float:
     """Seconds of a step, after one that warms up."""
-    training = Training(way, *rest, 1 + TIMED)
+    training = Training(way, model, data, device, 1 + TIMED)
     training.step()
     training.loss()
     began = time.perf_counter()
