@@ -34,7 +34,10 @@ FORMS = ("torch", "numba")
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
     """As where Numba is not installed."""
-    with mock.patch("decent_dp.compression.int8.load_numba", return_value=None):
+    modules = ("decent_dp.compression.int8", "decent_dp.compression.few_bits")
+    with contextlib.ExitStack() as patches:
+        for module in modules:
+            patches.enter_context(mock.patch(f"{module}.load_numba", return_value=None))
         yield
 
 
@@ -89,7 +92,7 @@ def measure(turns: int, width: int = WIDTH, blocks: int = BLOCKS) -> dict[str, d
     forms: dict[tuple[str, str], list[Bucket]] = {}
     for name in (*CODES, *FEW_BITS):
         kind = check_compression(name)
-        for form in FORMS if name == "int8" else FORMS[:1]:
+        for form in FORMS if name in ("int8", *FEW_BITS) else FORMS[:1]:
             with without_kernels() if form == "torch" else contextlib.nullcontext():
                 pairs = [(first.clone(), second.clone()) for first, second in replicas]
                 found = [Bucket(plan, pair, kind) for plan, pair in zip(plans, pairs, strict=True)]

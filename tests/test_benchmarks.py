@@ -322,7 +322,8 @@ def test_the_overhead_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.skipif(load_numba() is None, reason="needs Numba that compiles")
 def test_coding_is_measured_with_kernels_and_without() -> None:
     found = coding.measure(turns=1, width=16, blocks=2)
-    assert found.keys() == {"float32", "bfloat16", "int8"}
+    assert found.keys() == {"float32", "bfloat16", "int8", "4bit", "2bit", "1bit"}
     assert all(whats.keys() == {"encode", "mix"} for whats in found.values())
     forms = {name: {form for own in whats.values() for form in own} for name, whats in found.items()}
-    assert forms == {"float32": {"torch"}, "bfloat16": {"torch"}, "int8": {"torch", "numba"}}
+    kernels = dict.fromkeys(("int8", "4bit", "2bit", "1bit"), {"torch", "numba"})
+    assert forms == {"float32": {"torch"}, "bfloat16": {"torch"}, **kernels}

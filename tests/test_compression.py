@@ -813,7 +813,8 @@ def test_names_of_compressions():
 )
 def test_an_unknown_compression(name, hint):
     with pytest.raises(
-        ValueError, match=r"compression must be None \(every dtype as it is\), 'bfloat16', 'int8' or 'low-rank:R' .*, got"
+        ValueError,
+        match=r"compression must be None \(every dtype as it is\), 'bfloat16', 'int8', '4bit', .* or 'low-rank:R' .*, got",
     ) as caught:
         check_compression(name)
     assert repr(name) in str(caught.value)
