@@ -325,5 +325,5 @@ def test_coding_is_measured_with_kernels_and_without() -> None:
     assert found.keys() == {"float32", "bfloat16", "int8", "4bit", "2bit", "1bit"}
     assert all(whats.keys() == {"encode", "mix"} for whats in found.values())
     forms = {name: {form for own in whats.values() for form in own} for name, whats in found.items()}
-    kernels = dict.fromkeys(("int8", "4bit", "2bit", "1bit"), {"torch", "numba"})
+    kernels = {key: {"torch", "numba"} for key in ("int8", "4bit", "2bit", "1bit")}
     assert forms == {"float32": {"torch"}, "bfloat16": {"torch"}, **kernels}
