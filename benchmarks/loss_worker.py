@@ -327,9 +327,9 @@ def measure(run: Run) -> dict[str, Any]:
     return {"ms": 1e3 * seconds / run.steps / run.dilation, "busy_ms": 1e3 * busy / run.steps, "bytes": sent / run.steps}
 
 
-def bytes_sent() -> int:
+def bytes_sent(table: Path = Path("/proc/self/net/dev")) -> int:
     """Bytes that have left this node of a lab over its link, headers included."""
-    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    lines = table.read_text().splitlines()
     return sum(int(line.split()[9]) for line in map(str.strip, lines) if line.startswith(f"{INTERFACE}:"))
 
 

@@ -142,6 +142,10 @@ def is_ours(contender: str) -> bool:
     return contender.startswith("ours")
 
 
+# Contenders whose steps take about as long as their computation, also over slow links.
+_SHORT_MESSAGES = ("sparseloco", "demo", "streaming", "alone")
+
+
 def steps_between(contender: str) -> int:
     """Steps from one exchange to the next."""
     kind, *options = contender.split("/")
@@ -286,7 +290,7 @@ def timed_run(setup: Setup, contender: str, rate: float | None) -> Run:
     seconds = 0.0 if rate is None else 32e-6 * setup.params / rate
     if is_ours(contender):
         dilation, steps = DILATION, 3 * h * (1 if setup.emulated_ms > 1000 else max(1, round(6 / h)))  # whole periods
-    elif seconds < (16 if kind == "powersgd" else 1):
+    elif seconds < (16 if kind == "powersgd" else 1) or kind in _SHORT_MESSAGES:
         dilation, steps = DILATION, 12
     else:
         dilation, steps = 1, 2 * FULL_STEPS if kind == "powersgd" else 3 if seconds < 10 else 1

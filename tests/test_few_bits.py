@@ -178,6 +178,23 @@ def test_ends_that_disagree_begin_anew_and_mix_when_they_know_each_other():
     assert pair.ends[0].stuck(1) == []
 
 
+def test_an_edge_whose_ends_never_agree_is_stuck():
+    """Also if exchanges of other edges between them are mixed."""
+    x = [[drawn(600, seed=1), drawn(30, seed=2)]] * 2
+    pair = Pair([600, 30], origins=[x[0], [np.ones(600), np.ones(30)]])
+    for turn in range(4):
+        assert pair.ends[0].stuck(3) == ([] if turn < 3 else [0, 1])
+        pair.EDGE = (2, 5)
+        if turn:  # in the first one the origins differ
+            pair.ends[0]._references[pair.EDGE].digest += 1
+        assert pair.meet(x) == [[None, None]] * 2
+        pair.EDGE = (2, 7)
+        pair.meet(x)
+    pair.EDGE = (2, 5)
+    pair.meet(x)
+    assert pair.ends[0].stuck(1) == []
+
+
 def test_values_that_are_never_near_are_mixed_after_eight_exchanges():
     pair = Pair([3000], origins=[[np.zeros(3000)], [np.ones(3000)]])
     x, mixed = [[np.zeros(3000)], [np.zeros(3000)]], []
@@ -321,3 +338,16 @@ def test_large_values_and_zeros():
     assert np.isfinite(large).all()
     assert (large < 0).all()
     assert (zero == 0).all()
+
+
+def test_copies_of_the_parameters():
+    """One per partner, the origin, and one to code: as the page says."""
+    pair, x = Pair([5120]), [[drawn(5120, seed=1)], [drawn(5120, seed=2)]]
+    for edge in ((2, 5), (2, 7), (2, 9)):
+        pair.EDGE = edge
+        pair.meet(x)
+    end = pair.ends[0]
+    assert end._origin is not None
+    kept = [end._room(), end._origin.values, *(reference.values for reference in end._references.values())]
+    assert len({tensor.data_ptr() for tensor in kept}) == len(kept) == 5
+    assert {tensor.numel() for tensor in kept} == {5120}

@@ -20,6 +20,7 @@ import decent_dp
 from decent_dp.compression import FlatTensor, LowRank, MessageId, check_compression
 from decent_dp.compression.low_rank import _digest_of
 from decent_dp.engine.layout import TensorSpec
+from decent_dp.rules import OuterNesterov
 from decent_dp.tools.sim import VirtualCluster
 from decent_dp.topo import Edge, Topology, make_topology
 from decent_dp.topo.schedule import largest_group, meetings
@@ -344,6 +345,26 @@ def test_a_load_on_one_worker_is_found_out(caplog, compression, rejected):
     assert max(np.abs(x - y).max() for x, y in zip(a, b, strict=True)) < 0.1
 
 
+def test_values_that_were_loaded_are_known_to_both_ends():
+    """They are far from what a pair knew of each other, and messages relative to that would be as coarse."""
+
+    def work(at: InProcessTransport) -> float:
+        model, optimizer, replica = mixing(at, "2bit")
+        train(model, optimizer, range(6), at.rank)
+        model.load_state_dict({key: 100 * value for key, value in net(7).state_dict().items()})
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(0.01 * at.rank)
+        optimizer.param_groups[0]["lr"] = 0.0
+        train(model, optimizer, range(6, 10), at.rank)
+        distance = replica.consensus_distance()
+        replica.close()
+        return distance
+
+    with torch.random.fork_rng():
+        assert run_replicas(2, work)[0] < 0.02
+
+
 @pytest.mark.parametrize("compression", ["low-rank:2", "2bit"])
 def test_a_load_of_a_part_keeps_the_rest(compression):
     """A layer is loaded on all workers between two steps: what is in flight is mixed for the other one, and all go on."""
@@ -422,18 +443,28 @@ def test_names(name):
     assert (kind.name, kind.needs_hints, check_compression("low-rank:2").needs_hints) == ("low-rank:2,int8", True, False)
 
 
+@pytest.mark.parametrize("compression", ["low-rank:2", "2bit"])
 @pytest.mark.parametrize("topology", ["complete", "complete:4,base-2", "hierarchical"])
-def test_groups_are_refused_on_all_workers(topology):
+def test_groups_are_refused_on_all_workers(topology, compression):
     def work(at: InProcessTransport) -> str:
         model = net(0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         with pytest.raises(ValueError, match="needs a topology of pairs") as error:
-            decent_dp.gossip(model, optimizer, topology=topology, compression="low-rank:2", local_world_size=2, transport=at)
+            decent_dp.gossip(model, optimizer, topology=topology, compression=compression, local_world_size=2, transport=at)
         return str(error.value)
 
     assert len(set(run_replicas(4, work))) == 1
     with pytest.raises(ValueError, match="needs a topology of pairs"):
-        VirtualCluster(net(0), partial(torch.optim.SGD, lr=0.1), topology, 4, compression="low-rank:2", local_world_size=2)
+        VirtualCluster(net(0), partial(torch.optim.SGD, lr=0.1), topology, 4, compression=compression, local_world_size=2)
+
+
+@pytest.mark.parametrize("compression", ["low-rank:2", "2bit"])
+def test_momentum_that_repeats_a_pull_is_refused(compression):
+    def work(at: InProcessTransport) -> None:
+        with pytest.raises(ValueError, match="leaves a part of the differences in the replicas"):
+            mixing(at, compression, rule=OuterNesterov(lr=0.7, momentum=0.5))
+
+    run_replicas(2, work)
 
 
 @pytest.mark.parametrize("name", ["base-2", "ring", "one-peer-exp"])

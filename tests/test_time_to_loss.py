@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,13 @@ from benchmarks.time_to_loss import (
     DILATION,
     MAIN,
     Kept,
+    _codes,
     compose,
     key_of,
     planned,
+    steps_between,
     steps_to,
+    table,
     timed_run,
 )
 
@@ -64,6 +69,53 @@ def test_a_slow_link_passes_no_more_at_once_than_a_fast_one_in_the_same_time():
     assert bursts == {1: 16 * 1024, 20: 87_500, 1000: 256 * 1024}
 
 
+def test_every_exchange_of_a_contender_is_timed():
+    every = {
+        "sparseloco/15": 15,
+        "muloco/30/4": 30,
+        "streaming/20": 20,
+        "diloco/8": 8,
+        "ours/base-2/1bit/32": 32,
+        "ddp/fp16": 1,
+    }
+    assert {name: steps_between(name) for name in every} == every
+    for name, h in every.items():
+        assert timed_run(MAIN, name, 1).steps % h == 0
+    assert timed_run(MAIN, "sparseloco/15", 1).dilation == DILATION  # its steps do not wait for seconds
+
+
+def test_computation_and_bytes_are_those_of_all_workers_and_steps():
+    row = {"final": {"500": 1.3}, "steps": 500.0, "reaches": True, "workers": 8, "bytes": 80.0}
+    alone = row | {"steps": 2500.0, "workers": 1, "bytes": 0.0}
+    found = {"planned": "ddp", "to_ddp": {"ddp": 1.0, "alone": 0.5}, "ms": {}}
+    lines = table(
+        {"setups": [{"rates": {"5": found}}], "contenders": {"ddp": row, "alone": alone, "diloco/8": row | {"bytes": 4.0}}}
+    )
+    cells = [[cell.strip() for cell in line.split("|")[2:5]] for line in lines.splitlines()[2:5]]
+    assert cells == [["1.00", "1.00", "1.00"], ["5.00", "0.62", "0.000"], ["1.00", "1.00", "0.050"]]
+
+
+def test_a_run_ends_with_the_first_worker_that_fails():
+    workers = [
+        subprocess.Popen([sys.executable, "-c", code]) for code in ("import time; time.sleep(60)", "raise SystemExit(3)")
+    ]
+    began = time.monotonic()
+    try:
+        assert _codes(workers) == [None, 3]
+        assert time.monotonic() - began < 30
+    finally:
+        workers[0].kill()
+        workers[0].wait()
+
+
+def test_bytes_are_those_of_the_lab_s_link(tmp_path: Path):
+    dev = tmp_path / "dev"
+    dev.write_text(
+        "Inter-| Receive\n face |bytes\n    lo: 1 2 0 0 0 0 0 0 3 4 0\n  lab0: 500 2 0 0 0 0 0 0 700 4 0 0 0 0 0 0\n"
+    )
+    assert loss_worker.bytes_sent(dev) == 700
+
+
 def timed(rank: int, n: int) -> dict[str, float]:
     return measure(Run("alone", 3, emulated_ms=20.0, timed=True, width=16, dilation=4))
 
@@ -71,6 +123,17 @@ def timed(rank: int, n: int) -> dict[str, float]:
 def test_times_are_those_of_the_slow_clock(workers):
     (found,) = workers(1, timed)
     assert 20 <= found["ms"] < 40
+
+
+def counted(rank: int, n: int) -> dict[str, float]:
+    counts = iter((100, 400))
+    loss_worker.bytes_sent = lambda: next(counts)
+    return measure(Run("alone", 3, emulated_ms=1.0, timed=True, width=16))
+
+
+def test_bytes_are_counted_in_the_steps_that_are_timed(workers):
+    (found,) = workers(1, counted)
+    assert found["bytes"] == 100
 
 
 def shapes(rank: int, n: int, emulated_ms: float | None) -> set[tuple[int, ...]]:

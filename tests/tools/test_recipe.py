@@ -90,6 +90,12 @@ def test_more_steps_for_less():
     assert numbers[0] > more_steps(Choice("ddp"), JOB) == 1.0
 
 
+@pytest.mark.parametrize("compression", ["low-rank:4", "2bit"])
+def test_messages_of_pairs_are_not_predicted_for_groups(compression):
+    with pytest.raises(ValueError, match="such messages need a topology of pairs, and this one has groups of 8"):
+        predict(cluster(5), JOB, Choice("decent_dp", "complete", compression))
+
+
 def test_without_ddp_there_is_nothing_to_compare_with():
     made = cluster(5)
     with pytest.raises(ValueError, match="predictions must contain one of DDP"):
@@ -107,7 +113,7 @@ class Transformer(nn.Module):
 
 
 @pytest.mark.parametrize(("d", "blocks"), [(128, 2), (256, 4), (768, 1)])
-@pytest.mark.parametrize("name", ["low-rank:1", "low-rank:8,int8", "low-rank:32,bfloat16", "int8"])
+@pytest.mark.parametrize("name", ["low-rank:1", "low-rank:8,int8", "low-rank:32,bfloat16", "int8", "1bit", "2bit", "4bit"])
 def test_the_estimated_bytes_of_a_transformer(d, blocks, name):
     with torch.device("meta"):
         model = Transformer(d, blocks)

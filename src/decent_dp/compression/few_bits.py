@@ -66,12 +66,14 @@ class _Reference:
         digest: of all that has gone into them.
         near: whether they are near the replica's.
         exchanges: of which it has learned; of the origin those of all edges.
+        mismatches: exchanges in a row in which the ends had other ones.
     """
 
     values: Tensor
     digest: int
     near: bool = True
     exchanges: int = 0
+    mismatches: int = 0
 
 
 class FewBits(Compression):
@@ -101,8 +103,6 @@ class FewBits(Compression):
         self._origin: _Reference | None = None
         self._references: dict[tuple[int, ...], _Reference] = {}
         self._edge: tuple[int, ...] = ()
-        # Exchanges in a row in which the ends had other references.
-        self._mismatches = 0
         self._scratch: Tensor | None = None
         self._numba = load_numba("few_bits_numba") if (dtype, device.type) == (torch.float32, "cpu") else None
 
@@ -165,7 +165,11 @@ class FewBits(Compression):
         if self._origin is not None:
             near = self._origin.near and self._origin.exchanges < _EARLY
             return _Reference(self._origin.values, self._origin.digest, near)
-        return _Reference(self._zeros(), 0, near=False)
+        return self._unknown()
+
+    def _unknown(self, mismatches: int = 0) -> _Reference:
+        """One that begins from zero."""
+        return _Reference(self._zeros(), 0, near=False, mismatches=mismatches)
 
     def _zeros(self) -> Tensor:
         return torch.zeros(self._rows * _BLOCK, dtype=self.compute, device=self.device)
@@ -266,14 +270,15 @@ class FewBits(Compression):
         if not self.nbytes:
             return None
         (own, here), (other, there) = (message[:_HEAD].view(torch.int64).tolist() for message in (sent, received))
-        self._mismatches = 0 if own == other else self._mismatches + 1
+        reference = self._references.get(self._edge)
         found = self._room() if own == other and here == there == 1 else None
         self.rejected += len(self.tensors) if found is None else 0
         if own != other:
-            self._references[self._edge] = _Reference(self._zeros(), 0, near=False)
+            self._references[self._edge] = self._unknown(1 + (reference.mismatches if reference is not None else 0))
             return None
         # Of one that was dropped since (a load), the differences are those of the messages, as at the other end.
-        reference = self._references.get(self._edge) or _Reference(self._zeros(), 0)
+        reference = reference or self._unknown()
+        reference.mismatches = 0
         self._learn(reference, sent, received, None if found is None else found.view(-1, _BLOCK))
         return found
 
@@ -317,7 +322,8 @@ class FewBits(Compression):
         return number, (row - self._first[number]) * _BLOCK
 
     def stuck(self, rounds: int) -> list[int]:
-        return list(range(len(self.tensors))) if self._mismatches >= rounds else []
+        mismatches = max((reference.mismatches for reference in self._references.values()), default=0)
+        return list(range(len(self.tensors))) if mismatches >= rounds else []
 
     # -- saving and resuming ------------------------------------------------------------------------------------------
 
