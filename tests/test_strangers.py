@@ -159,6 +159,11 @@ def test_a_worker_is_let_in_beside_strangers():
             pester.stop()
 
 
+def ask(stream: zmq.Socket[bytes], parts: list[bytes]) -> list[bytes]:
+    stream.send_multipart(parts)
+    return stream.recv_multipart()
+
+
 @pytest.mark.parametrize("knows", ["a key", "nothing", "the password"])
 def test_who_does_not_know_the_secret_gets_no_welcome(knows):
     """It speaks the protocol. With encryption it has a key of its own, which the store does not have; without, it has seen the
@@ -173,12 +178,10 @@ def test_who_does_not_know_the_secret_gets_no_welcome(knows):
             dialled = Dialled(Identity(RUN, 1, b"stranger"), b"another secret", 0, CONTROL, bytes(16), keys)
             hello = [pack(HELLO, flags=1), dialled.hello]
             if knows == "the password":
-                stream.send_multipart(hello)
-                _, challenge = stream.recv_multipart()
+                _, challenge = ask(stream, hello)
                 hello = [pack(HELLO, flags=3), dialled.prove(challenge)]
-            with pytest.raises(zmq.Again):
-                stream.send_multipart(hello)  # fails where libzmq has refused the connection by then
-                stream.recv_multipart()
+            with pytest.raises(zmq.Again):  # of the question, where libzmq has refused the connection by then
+                ask(stream, hello)
         assert 1 not in net.wires[0].links.by_rank
 
 
