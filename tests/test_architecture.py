@@ -298,10 +298,10 @@ def test_files_have_at_most_600_lines():
 LINES = {
     "topo": (1717, 1400),
     "rules": (489, 600),
-    "compression": (2732, 1800),
+    "compression": (2728, 1800),
     "optim": (1708, 1700),
     "transport": (8496, 3200),
-    "engine": (1004, 1000),
+    "engine": (1001, 1000),
     "membership": (1632, 1100),
     "replica": (5540, 2500),
     "backward": (732, 526),  # with _gossip and ddp 1,600

@@ -195,6 +195,15 @@ def test_an_edge_whose_ends_never_agree_is_stuck():
     assert pair.ends[0].stuck(1) == []
 
 
+def test_an_exchange_that_one_end_could_not_use_is_found_out():
+    """Its reference did not move, and the next differences would be wrong."""
+    x = [[drawn(700, seed=1)], [drawn(700, seed=2)]]
+    pair = Pair([700])
+    pair.meet(x)
+    list(pair.ends[0].differences(*pair.send(x)))
+    assert pair.meet(x) == [[None], [None]]
+
+
 def test_values_that_are_never_near_are_mixed_after_eight_exchanges():
     pair = Pair([3000], origins=[[np.zeros(3000)], [np.ones(3000)]])
     x, mixed = [[np.zeros(3000)], [np.zeros(3000)]], []

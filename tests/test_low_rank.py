@@ -347,11 +347,13 @@ def test_a_load_on_one_worker_is_found_out(caplog, compression, rejected):
 
 def test_values_that_were_loaded_are_known_to_both_ends():
     """They are far from what a pair knew of each other, and messages relative to that would be as coarse."""
+    with torch.random.fork_rng():  # not in the workers, which are threads and share the generator
+        loaded = {key: 100 * value for key, value in net(7).state_dict().items()}
 
     def work(at: InProcessTransport) -> float:
         model, optimizer, replica = mixing(at, "2bit")
         train(model, optimizer, range(6), at.rank)
-        model.load_state_dict({key: 100 * value for key, value in net(7).state_dict().items()})
+        model.load_state_dict(loaded)
         with torch.no_grad():
             for param in model.parameters():
                 param.add_(0.01 * at.rank)
@@ -368,12 +370,14 @@ def test_values_that_were_loaded_are_known_to_both_ends():
 @pytest.mark.parametrize("compression", ["low-rank:2", "2bit"])
 def test_a_load_of_a_part_keeps_the_rest(compression):
     """A layer is loaded on all workers between two steps: what is in flight is mixed for the other one, and all go on."""
+    with torch.random.fork_rng():
+        loaded = net(7)[2].state_dict()
 
     def work(at: InProcessTransport) -> Any:
         model, optimizer, replica = mixing(at, compression)
         train(model, optimizer, range(6), at.rank)
         before = replica.stats().rejected
-        model[2].load_state_dict(net(7)[2].state_dict())
+        model[2].load_state_dict(loaded)
         train(model, optimizer, range(6, 12), at.rank)
         rejected = replica.stats().rejected - before
         distance = replica.consensus_distance()

@@ -183,11 +183,10 @@ class Compression(ABC):
             How many bytes of ``out`` are final.
         """
 
-    @abstractmethod
     def reduce(
         self, chunk: Chunk, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, message_id: MessageId
     ) -> None:
-        """Writes one chunk of the message of a group's mean.
+        """Writes one chunk of the message of a group's mean; not called where ``pairs_only``.
 
         Args:
             messages: the bytes of ``chunk``, as single workers or parts of the group sent them.
@@ -195,6 +194,7 @@ class Compression(ABC):
             out: as long as each of them; may be one of them.
             message_id: with a negative rank; the same on any worker that reduces this chunk at this stage.
         """
+        raise AssertionError("groups of more than two are refused at construction")
 
     def arrive(self, sent: Tensor, received: Tensor) -> None:
         """Both messages are there, on the current stream of a GPU, and ``differences`` or ``mix`` will be called: begins what

@@ -248,11 +248,6 @@ class FewBits(Compression):
             size = size - plane(1 + bit).mul_(apart * 2**bit / 2)
         return plane(0).mul_(size).mul_(scale)
 
-    def reduce(
-        self, chunk: Chunk, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, message_id: MessageId
-    ) -> None:
-        raise AssertionError("groups of more than two are refused at construction")
-
     def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Block, Tensor | None, float]]:
         found = self._read(sent, received)
         views: Sequence[Tensor | None] = [None] * len(self.tensors) if found is None else self._views(found)

@@ -225,11 +225,6 @@ class LowRank(Compression):
         ):
             yield _DIGEST + ready
 
-    def reduce(
-        self, chunk: Chunk, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, message_id: MessageId
-    ) -> None:
-        raise AssertionError("groups of more than two are refused at construction")
-
     def _numbers(self, values: Sequence[Tensor], side: int, bases: _Bases | None) -> _Numbers:
         """The numbers that are sent for each flat tensor. None: with the bases that are drawn, which give similar sizes."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -185,9 +186,7 @@ class Bucket:
         scale = group_scale(in_flight.edge)
         others = torch.empty(plan.numel, dtype=plan.dtype, device=plan.device)
         own = torch.empty_like(others)
-        firsts = [0]
-        for tensor in self.compression.tensors:
-            firsts.append(firsts[-1] + tensor.numel)
+        firsts = [0, *itertools.accumulate(tensor.numel for tensor in self.compression.tensors)]
 
         def place(flat: Tensor, tensor: int, start: int, stop: int) -> Tensor:
             return flat[firsts[tensor] + start : firsts[tensor] + stop]
@@ -226,10 +225,9 @@ class Bucket:
     def _know(self, names: Iterable[str], saved: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Lets the compression know the present values of these tensors, and what was saved of it."""
         if self.compression.by_parameter:  # one flat tensor for all parameters has no state
-            known = {
-                name: {"known": value} for name, value in zip(self.buffer.names, self.values, strict=True) if name in names
-            }
-            self.compression.load_state([{**saved.get(name, {}), **known.get(name, {})} for name in self.buffer.names])
+            pairs = zip(self.buffer.names, self.values, strict=True)
+            entries = [{**saved.get(name, {}), **({"known": value} if name in names else {})} for name, value in pairs]
+            self.compression.load_state(entries)
 
     def _named(self) -> Iterable[tuple[str, Tensor, dict[str, Tensor]]]:
         """Yields (name, values, rule's state) of each tensor, as 1-D views."""
@@ -270,7 +268,6 @@ class Bucket:
 
     def compression_state(self) -> dict[str, dict[str, Tensor]]:
         """Returns the compression's state by tensor name; the tensors may be live."""
-        # One flat tensor for all parameters has no state.
         return {name: entries for name, entries in zip(self.buffer.names, self.compression.state(), strict=False) if entries}
 
     def load_compression_state(self, by_name: Mapping[str, Mapping[str, Tensor]]) -> None:

@@ -31,9 +31,9 @@ _LONGEST_S = 1e9
 # Nanoseconds per parameter for coding and decoding in a step, by backend. On a processor ('gloo'): the mean step with int8 less
 # that with float32, of 4.2 million parameters (benchmarks/results/real-2.json: 397.3 - 382.7 ms; bfloat16 cost less than the
 # noise). With 'nccl': ten times the kernels of an H200 (lab/gpus.md: 4.2 and 6.4 ms per 1e9 parameters), as other GPUs have
-# down to a tenth of its memory's bandwidth. Few bits: in units of int8 on a processor (make bench-coding); a guess for a GPU.
+# down to a tenth of its memory's bandwidth. Few bits: 4.9, 3.8 and 2.4 times int8 (results/coding.json); a guess for a GPU.
 _CODING_NS: dict[str, dict[str | None, float]] = {
-    "gloo": {None: 0.0, "bfloat16": 0.0, "int8": 3.5, "4bit": 12.0, "2bit": 9.0, "1bit": 6.0},
+    "gloo": {None: 0.0, "bfloat16": 0.0, "int8": 3.5, "4bit": 17.0, "2bit": 13.0, "1bit": 8.5},
     "nccl": {None: 0.0, "bfloat16": 0.05, "int8": 0.07, "4bit": 0.3, "2bit": 0.25, "1bit": 0.2},
 }
 # Nanoseconds per parameter for a projection or its expansion, of a model of a million parameters on one thread (the log,
